@@ -1,0 +1,1 @@
+"""Data parallelism for PyTorch that is a function."""
