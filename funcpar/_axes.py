@@ -1,0 +1,445 @@
+"""Splitting: from a call's arguments to what each shard gets.
+
+Arguments are bound by the function's signature, so a name and a position mean the same. Every
+leaf gets an axis, an int or None, from ``in_axes``; the mapped ones must agree on their rows; the
+rows are cut into balanced shards.
+"""
+
+from __future__ import annotations
+
+import enum
+import inspect
+import numbers
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from funcpar import tree
+from funcpar._devices import Device
+from funcpar._staging import Shards
+
+_SCALARS = (
+    numbers.Number, str, bytes, type(None), enum.Enum, torch.dtype, torch.device, torch.layout,
+    torch.memory_format, torch.SymInt, torch.SymFloat,
+)  # fmt: skip
+_LEAF_SPEC = tree.flatten(object())[1]
+
+
+@dataclass(slots=True)
+class Argument:
+    """One argument of a call: its name for messages, which parameter it is, its value."""
+
+    root: str
+    parameter: str
+    position: int
+    value: Any
+    keyword: str | None = None
+
+
+class Binder:
+    """Names the arguments of a function's calls by its signature."""
+
+    def __init__(self, fun: Callable[..., Any]) -> None:
+        target = fun.forward if isinstance(fun, torch.nn.Module) else fun
+        try:
+            self.signature: inspect.Signature | None = inspect.signature(target)
+        except (TypeError, ValueError):  # A builtin without one.
+            self.signature = None
+        self.parameters = list(self.signature.parameters.values()) if self.signature else []
+        self.simple = self.signature is not None and all(
+            p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD for p in self.parameters
+        )
+
+    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Argument]:
+        """Return the arguments in the order of the parameters.
+
+        Raises:
+            TypeError: The function cannot be called so; the text is Python's.
+        """
+        if self.signature is None:
+            named = [Argument(f"args[{k}]", f"args[{k}]", k, value) for k, value in enumerate(args)]
+            return named + [
+                Argument(key, key, len(args) + k, value, key) for k, (key, value) in enumerate(kwargs.items())
+            ]
+        if self.simple and not kwargs and len(args) <= len(self.parameters):
+            required = [p for p in self.parameters[len(args) :] if p.default is p.empty]
+            if not required:
+                return [
+                    Argument(p.name, p.name, k, value)
+                    for k, (p, value) in enumerate(zip(self.parameters, args, strict=False))
+                ]
+        return self._bind(self.signature.bind(*args, **kwargs).arguments)
+
+    def _bind(self, bound: dict[str, Any]) -> list[Argument]:
+        found: list[Argument] = []
+        gap = False  # After a parameter that was left out, the rest must go by name.
+        for k, p in enumerate(self.parameters):
+            if p.name not in bound:
+                gap = True
+            elif p.kind is p.VAR_POSITIONAL:
+                found += [
+                    Argument(f"{p.name}[{j}]", p.name, k + j, value) for j, value in enumerate(bound[p.name])
+                ]
+            elif p.kind is p.VAR_KEYWORD:
+                found += [
+                    Argument(key, key, k + j, value, key) for j, (key, value) in enumerate(bound[p.name].items())
+                ]
+            else:
+                by_name = p.kind is p.KEYWORD_ONLY or (gap and p.kind is not p.POSITIONAL_ONLY)
+                found.append(Argument(p.name, p.name, k, bound[p.name], p.name if by_name else None))
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Passed:
+    """An output that is a replicated argument: which leaf."""
+
+    place: int
+
+
+@dataclass(slots=True)
+class Split:
+    """What each shard gets.
+
+    Attributes:
+        devices: One per shard.
+        rows: Rows of each shard; None when nothing is mapped.
+        leaves: For each shard the leaves of all arguments.
+        axes: For each leaf the dimension it is split along, or None.
+        arguments: For each argument its keyword (None: positional) and spec.
+    """
+
+    devices: tuple[Device, ...]
+    rows: list[int] | None
+    leaves: list[list[Any]]
+    axes: list[int | None]
+    arguments: list[tuple[str | None, tree.Spec]]
+    whole: list[Any]
+
+    def rebuild(self, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return args and kwargs made of such leaves."""
+        args, kwargs, start = [], {}, 0
+        for keyword, spec in self.arguments:
+            value = tree.unflatten(spec, leaves[start : start + spec.num_leaves])
+            start += spec.num_leaves
+            if keyword is None:
+                args.append(value)
+            else:
+                kwargs[keyword] = value
+        return tuple(args), kwargs
+
+    def marked(self, given: Sequence[Any], out: list[Any]) -> list[Any]:
+        """Put a mark in the place of every output that is a replicated argument itself."""
+        places = {
+            id(leaf): k for k, (leaf, axis) in enumerate(zip(given, self.axes, strict=True))
+            if axis is None and isinstance(leaf, Tensor)
+        }  # fmt: skip
+        return [Passed(places[id(leaf)]) if id(leaf) in places else leaf for leaf in out]
+
+    def unmarked(self, out: Sequence[Any]) -> list[Any]:
+        """Put the caller's own tensors back in the place of marks."""
+        return [self.whole[leaf.place] if isinstance(leaf, Passed) else leaf for leaf in out]
+
+    def undivided(self) -> Split:
+        """Return the same call as one shard."""
+        rows = None if self.rows is None else [sum(self.rows)]
+        return Split(self.devices[:1], rows, [self.whole], self.axes, self.arguments, self.whole)
+
+
+@dataclass(frozen=True, slots=True)
+class InAxes:
+    """How the arguments of one pmapped function are split.
+
+    Attributes:
+        call: The call for messages, such as ``pmap(train_step)``.
+        spec: ``in_axes`` as given.
+        static: Positions that are passed whole and are no trees.
+        min_rows: The fewest rows that are worth a shard.
+    """
+
+    call: str
+    spec: Any
+    static: frozenset[int]
+    min_rows: int
+
+    def split(
+        self, arguments: list[Argument], devices: tuple[Device, ...], devices_given: bool
+    ) -> Split:
+        """Cut the arguments for these devices, or for fewer if there are few rows."""
+        leaves: list[Any] = []
+        axes: list[int | None] = []
+        parts: list[tuple[str | None, tree.Spec]] = []
+        for argument in arguments:
+            if argument.position in self.static:
+                found, spec, own = [argument.value], _LEAF_SPEC, [None]
+            else:
+                found, spec = tree.flatten(argument.value)
+                own = self._axes_of(argument, found, spec)
+            leaves += found
+            axes += own
+            parts.append((argument.keyword, spec))
+        kept = [leaf for leaf, axis in zip(leaves, axes, strict=True) if isinstance(leaf, Shards) and axis is not None]
+        rows = self._rows(arguments, leaves, axes, parts)
+        if kept:
+            devices, sizes = self._of_shards(kept, devices, rows)
+        elif rows is None:
+            if not devices_given:
+                raise ValueError(self._nothing_mapped(arguments))
+            return Split(devices, None, [leaves] * len(devices), axes, parts, leaves)
+        else:
+            count = max(1, min(len(devices), rows // self.min_rows))
+            sizes = [rows // count + (k < rows % count) for k in range(count)]
+            devices = devices[:count]
+        return Split(devices, sizes, _cut(leaves, axes, sizes), axes, parts, leaves)
+
+    def _axes_of(self, argument: Argument, leaves: list[Any], spec: tree.Spec) -> list[int | None]:
+        """Return the axis of each leaf: None where it is not split."""
+        prefix = self._prefix(argument)
+        if prefix is None:
+            wanted = [None] * len(leaves)
+        elif isinstance(prefix, int):
+            wanted = [prefix] * len(leaves)
+        else:
+            wanted = tree.broadcast_prefix(prefix, spec, f"{self.call}: in_axes of {argument.root}")
+        found: list[int | None] = []
+        for k, (leaf, axis) in enumerate(zip(leaves, wanted, strict=True)):
+            if isinstance(leaf, Shards):
+                self._check_shards(argument, spec, k, axis)
+                found.append(axis)
+            elif axis is None or _is_whole(leaf):
+                found.append(None)
+            elif isinstance(leaf, Tensor) and leaf.layout in _DIVISIBLE and not leaf.is_nested:
+                found.append(self._dim(argument, spec, k, leaf, axis))
+            else:
+                raise self._not_divisible(argument, spec, leaves, wanted)
+        return found
+
+    def _prefix(self, argument: Argument) -> Any:
+        spec = self.spec
+        if isinstance(spec, dict):
+            spec = spec.get(argument.parameter, "auto")
+        elif isinstance(spec, list | tuple):
+            if argument.position >= len(spec):
+                raise ValueError(
+                    f"{self.call}: in_axes has {len(spec)} entries, and the call gives {argument.root}, "
+                    f"which is argument {argument.position + 1}.\n"
+                    f"Give in_axes one entry per argument, or a dict by parameter name."
+                )
+            spec = spec[argument.position]
+        if isinstance(spec, str):
+            return None if argument.position == 0 else 0
+        return spec
+
+    def _dim(self, argument: Argument, spec: tree.Spec, k: int, leaf: Tensor, axis: int) -> int:
+        if not -leaf.dim() <= axis < leaf.dim():
+            raise ValueError(
+                f"{self.call}: {_path(argument, spec, k)} has {leaf.dim()} dimensions, and in_axes splits it "
+                f"along dimension {axis}.\nGive it an axis from {-leaf.dim()} to {leaf.dim() - 1}, or None."
+            )
+        return axis % leaf.dim()
+
+    def _check_shards(self, argument: Argument, spec: tree.Spec, k: int, axis: int | None) -> None:
+        if axis != 0:
+            raise ValueError(
+                f"{self.call}: {_path(argument, spec, k)} is kept in shards, and in_axes={axis} "
+                f"{'replicates it' if axis is None else 'splits it elsewhere'}.\n"
+                f"Give it in_axes=0, or pass its .gather()."
+            )
+
+    def _not_divisible(
+        self, argument: Argument, spec: tree.Spec, leaves: list[Any], wanted: list[Any]
+    ) -> TypeError:
+        lines = []
+        for k, (leaf, axis) in enumerate(zip(leaves, wanted, strict=True)):
+            if axis is None or _is_whole(leaf) or isinstance(leaf, Shards):
+                continue
+            if isinstance(leaf, Tensor):
+                if leaf.layout in _DIVISIBLE and not leaf.is_nested:
+                    continue
+                kind = "a nested tensor" if leaf.is_nested else f"a tensor of layout {leaf.layout}"
+            else:
+                kind = f"a {type(leaf).__module__}.{type(leaf).__qualname__}"
+            lines.append(f"\n  {_path(argument, spec, k)}  {kind}{_hint(leaf)}")
+        return TypeError(
+            f"{self.call}: these arguments cannot be split into rows:{''.join(lines)}\n"
+            f"Pass tensors, or give them in_axes=None to hand every shard the whole."
+        )
+
+    def _rows(
+        self,
+        arguments: list[Argument],
+        leaves: list[Any],
+        axes: list[int | None],
+        parts: list[tuple[str | None, tree.Spec]],
+    ) -> int | None:
+        """Return the number of rows that all mapped tensors have, None if there is no such tensor."""
+        sizes = {
+            leaf.shape[axis] for leaf, axis in zip(leaves, axes, strict=True)
+            if axis is not None and isinstance(leaf, Tensor)
+        }  # fmt: skip
+        if len(sizes) <= 1:
+            return sizes.pop() if sizes else None
+        paths = [
+            path for argument, (_, spec) in zip(arguments, parts, strict=True) for path in spec.paths(argument.root)
+        ]
+        table = [
+            (path, f"in_axes={axis}", f"{leaf.shape[axis]} row{'s' * (leaf.shape[axis] != 1)}")
+            for path, leaf, axis in zip(paths, leaves, axes, strict=True)
+            if axis is not None and isinstance(leaf, Tensor)
+        ]
+        raise ValueError(
+            f"{self.call}: mapped arguments disagree on the number of rows:{_aligned(table)}\n"
+            f"Give every mapped leaf the same size there, or replicate it with in_axes=None."
+        )
+
+    def _of_shards(
+        self, kept: list[Shards], devices: tuple[Device, ...], rows: int | None
+    ) -> tuple[tuple[Device, ...], list[int]]:
+        """Return the devices and rows of the shards that arguments are kept in."""
+        first = kept[0]
+        sizes = first.rows
+        if any(other.devices != first.devices or other.rows != sizes for other in kept):
+            shown = "".join(f"\n  {each}" for each in kept)
+            raise ValueError(
+                f"{self.call}: arguments that are kept in shards disagree:{shown}\n"
+                f"Make them with the same rows on the same devices, or pass their .gather()."
+            )
+        if first.devices != devices[: len(first.devices)]:
+            raise ValueError(
+                f"{self.call}: an argument is kept in shards on {', '.join(map(str, first.devices))}, and the "
+                f"call runs on {', '.join(map(str, devices))}.\nName the same devices, or pass its .gather()."
+            )
+        known = [n for n in sizes if n is not None]
+        if rows is not None and (len(known) < len(sizes) or sum(known) != rows):
+            raise ValueError(
+                f"{self.call}: an argument is kept in shards, {first}, and others have {rows} rows.\n"
+                f"Give both the same rows, or pass its .gather()."
+            )
+        return first.devices, [1 if n is None else n for n in sizes]
+
+    def _nothing_mapped(self, arguments: list[Argument]) -> str:
+        shown = ", ".join(argument.root for argument in arguments) or "no arguments"
+        rule = (
+            "the first parameter is replicated and the others hold no tensor to split"
+            if isinstance(self.spec, str)
+            else f"in_axes={self.spec!r} splits none of its tensors"
+        )
+        return (
+            f"{self.call}: nothing is mapped in this call ({shown}): {rule}.\n"
+            f"Say what to split, such as in_axes=0 or in_axes=(None, 0), or give devices= to run the call "
+            f"once on each."
+        )
+
+
+_DIVISIBLE = (torch.strided, torch.sparse_coo)
+
+
+def _is_whole(leaf: Any) -> bool:
+    """Tell whether a leaf has no rows, so that every shard gets it whole."""
+    return leaf.dim() == 0 if isinstance(leaf, Tensor) else isinstance(leaf, _SCALARS)
+
+
+def _hint(leaf: Any) -> str:
+    if isinstance(leaf, torch.nn.utils.rnn.PackedSequence):
+        return ": its fields do not split row by row; pass the padded tensor and the lengths"
+    if hasattr(leaf, "__array__") and not isinstance(leaf, Tensor):
+        return ": torch.from_numpy makes it a tensor"
+    return ""
+
+
+def _path(argument: Argument, spec: tree.Spec, k: int) -> str:
+    return spec.paths(argument.root)[k]
+
+
+def _aligned(table: list[tuple[str, ...]]) -> str:
+    shown, rest = table[:20], len(table) - 20
+    widths = [max(len(row[c]) for row in shown) for c in range(len(shown[0]))]
+    lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in shown]
+    return "".join(f"\n  {line}" for line in lines) + (f"\n  and {rest} more" if rest > 0 else "")
+
+
+def _cut(leaves: list[Any], axes: list[int | None], sizes: list[int]) -> list[list[Any]]:
+    """Return the leaves of each shard; a leaf that is not split is the same object in all."""
+    shards: list[list[Any]] = [list(leaves) for _ in sizes]
+    if len(sizes) == 1 and not any(isinstance(leaf, Shards) for leaf in leaves):
+        return shards
+    for k, (leaf, axis) in enumerate(zip(leaves, axes, strict=True)):
+        if axis is None:
+            continue
+        if isinstance(leaf, Shards):
+            pieces: Sequence[Any] = leaf.parts
+        elif leaf.requires_grad:
+            pieces = torch.split(leaf, sizes, axis)  # One node, whose backward joins the gradients.
+        else:
+            pieces, start = [], 0
+            for size in sizes:
+                pieces.append(leaf.narrow(axis, start, size))
+                start += size
+        for shard, piece in zip(shards, pieces, strict=True):
+            shard[k] = piece
+    return shards
+
+
+def check_in_axes(call: str, spec: Any, binder: Binder) -> None:
+    """Refuse what can never be ``in_axes`` of this function.
+
+    Raises:
+        TypeError: An entry is of the wrong kind.
+        ValueError: An entry names no parameter.
+    """
+    if isinstance(spec, str) and spec != "auto":
+        raise ValueError(f"{call}: in_axes={spec!r} is unknown.\nGive \"auto\", an int, None, or a tree of those.")
+    if isinstance(spec, dict) and binder.parameters:
+        names = [p.name for p in binder.parameters]
+        if not any(p.kind is p.VAR_KEYWORD for p in binder.parameters):
+            for name in spec:
+                if name not in names:
+                    raise ValueError(
+                        f"{call}: in_axes names {name!r}, which is no parameter of the function.\n"
+                        f"Its parameters are {', '.join(names)}."
+                    )
+    if isinstance(spec, list | tuple) and binder.parameters:
+        room = len(binder.parameters)
+        if len(spec) > room and not any(p.kind is p.VAR_POSITIONAL for p in binder.parameters):
+            raise ValueError(
+                f"{call}: in_axes has {len(spec)} entries, and the function has {room} parameters.\n"
+                f"Give in_axes one entry per argument, or a dict by parameter name."
+            )
+    for path, leaf in tree.leaves_with_path(spec, "in_axes"):
+        if leaf != "auto" and (isinstance(leaf, bool) or not isinstance(leaf, int)):
+            raise TypeError(
+                f"{call}: {path}={leaf!r} is not an axis.\nGive an int (split along it) or None (replicate)."
+            )
+
+
+def weights_of(
+    call: str, weight: Callable[..., Any], split: Split
+) -> list[float]:
+    """Evaluate the user's weight of each shard.
+
+    Raises:
+        TypeError: A weight is not a number.
+        ValueError: A weight is negative, infinite or NaN.
+    """
+    found: list[float] = []
+    with torch.no_grad():
+        for rank, leaves in enumerate(split.leaves):
+            args, kwargs = split.rebuild(leaves)
+            value = weight(*args, **kwargs)
+            if isinstance(value, Tensor) and value.numel() == 1:
+                value = value.item()
+            if not isinstance(value, numbers.Real):
+                raise TypeError(
+                    f"{call}: weight returned a {type(value).__name__} for shard {rank}.\n"
+                    f"Return one number, such as mask.sum()."
+                )
+            if not 0 <= float(value) < float("inf"):
+                raise ValueError(
+                    f"{call}: weight returned {value} for shard {rank}.\n"
+                    f"Return a finite number that is not negative."
+                )
+            found.append(float(value))
+    return found

@@ -1,0 +1,140 @@
+"""pmap of a gradient function: every shard runs forward and backward of its own rows.
+
+The seed of a shard's backward is its share of the mean, so the gradients of all shards add up to
+that of the whole, whatever the function exchanges between shards. Gradients of replicated
+arguments are summed by the workers, each a share; those of split arguments are joined.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from funcpar import tree
+from funcpar._axes import Split
+from funcpar._call import Frame, call_shards, sum_over_shards
+from funcpar._grad import Evaluation, GradientFunction, handled
+from funcpar._graph import Gradient
+from funcpar._group import Call, current
+from funcpar._merge import Merge
+from funcpar._reduce import add_up
+
+
+def gradient_within(fun: Callable[..., Any]) -> GradientFunction | None:
+    """Return the gradient function that ``fun`` is, perhaps under partial and wraps."""
+    while not isinstance(fun, GradientFunction):
+        inner = fun.func if isinstance(fun, functools.partial) else getattr(fun, "__wrapped__", None)
+        if inner is None:
+            return None
+        fun = inner
+    return fun
+
+
+def specs_of(call: str, gradient: GradientFunction, out_axes: Any) -> tuple[str, Any]:
+    """Return what ``out_axes`` says of the value and of aux.
+
+    Raises:
+        ValueError: The value has a spec under which there is no one gradient.
+    """
+    value, aux = out_axes, out_axes
+    if gradient.has_aux and isinstance(out_axes, tuple | list) and len(out_axes) == 2:
+        value, aux = out_axes
+    if value not in ("auto", "mean", "sum"):
+        raise ValueError(
+            f"{call}: out_axes={out_axes!r} asks for a value that is neither a mean nor a sum over shards, "
+            f'and {gradient.call} differentiates one number.\nGive "mean" or "sum" for the value.'
+        )
+    return ("mean" if value == "auto" else value), aux
+
+
+@dataclass(slots=True)
+class Fused:
+    """One call of a pmapped gradient function on several shards.
+
+    Attributes:
+        gradient: The gradient function.
+        fun: What pmap was given: it, or a partial or wrapper of it.
+        split: What each shard gets.
+        frame: Where the shards run.
+        merge: How outputs are merged.
+        value_spec: ``"mean"`` or ``"sum"``.
+        aux_spec: A prefix of aux.
+        found: What each shard evaluated.
+        totals: Sums over shards of the gradients of replicated leaves.
+    """
+
+    gradient: GradientFunction
+    fun: Callable[..., Any]
+    split: Split
+    frame: Frame
+    merge: Merge
+    value_spec: str
+    aux_spec: Any
+    found: list[Any] = field(default_factory=list)
+    totals: dict[int, Gradient] = field(default_factory=dict)
+
+    def run(self) -> Any:
+        """Return what the gradient function would return for the whole."""
+        size = len(self.split.devices)
+        self.found = [None] * size
+        answers = call_shards(
+            self.frame, [functools.partial(self._body, rank) for rank in range(size)], self.split.leaves
+        )
+        structures = [aux for _, aux, _ in self.found]
+        count = structures[0].num_leaves
+        values = [answer[0] for answer in answers]
+        auxes = [
+            tree.unflatten(spec, answer[1 : 1 + spec.num_leaves])
+            for spec, answer in zip(structures, answers, strict=True)
+        ]
+        found: Evaluation = self.found[0][0]
+        found.value = self.merge.column(self.value_spec, values, "the value")
+        found.aux = self.merge.trees(self.aux_spec, auxes) if self.gradient.has_aux else None
+        rows = [answer[1 + count :] for answer in answers]
+        grads = [self._merged(k, rows) for k in range(len(found.leaves))]
+        return self.gradient.answer(found, grads)
+
+    def _body(self, rank: int, leaves: list[Any]) -> list[Any]:
+        args, kwargs = self.split.rebuild(leaves)
+        with handled(self.gradient, self._evaluate):
+            found: Evaluation = self.fun(*args, **kwargs)
+        axes = self._axes(found, leaves)
+        aux_leaves, aux_spec = tree.flatten(found.aux)
+        row, found.grads = found.grads, []
+        self.found[rank] = (found, aux_spec, axes)
+        shared = [grad if axis is None else None for grad, axis in zip(row, axes, strict=True)]
+        ready = not any(t.requires_grad for t in (found.value, *row) if t is not None)
+        if sum_over_shards(shared, self.totals, ready):
+            row = [grad if axis is not None else None for grad, axis in zip(row, axes, strict=True)]
+        return [found.value, *aux_leaves, *row]
+
+    def _evaluate(self, gradient: GradientFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Evaluation:
+        shard = current()
+        assert shard is not None
+        return gradient.evaluate(args, kwargs, self._seed(shard.rank))
+
+    def _seed(self, rank: int) -> float:
+        weights = self.merge.weights
+        return 1.0 if self.value_spec == "sum" else weights[rank] / sum(weights)
+
+    def _axes(self, found: Evaluation, leaves: list[Any]) -> list[int | None]:
+        """Return along which dimension each differentiated leaf was split."""
+        known = {id(leaf): axis for leaf, axis in zip(leaves, self.split.axes, strict=True)}
+        return [known.get(id(leaf)) for leaf in found.leaves]
+
+    def _merged(self, k: int, rows: Sequence[list[Gradient]]) -> Gradient:
+        column = [row[k] for row in rows]
+        leaves = [found.leaves[k] for found, _, _ in self.found]
+        axis = self.found[0][2][k]
+        if axis is None:
+            total = self.totals.get(k)
+            if total is None:
+                total = add_up(column)
+            return self.gradient.finish(leaves[:1], [total])[0]
+        parts: list[Any] = self.gradient.finish(leaves, column)
+        return torch.cat([part.to(parts[0].device) for part in parts], axis) if isinstance(parts[0], Tensor) else None

@@ -1,0 +1,336 @@
+"""grad and value_and_grad: of a function of pytrees, by plain autograd where that serves.
+
+Under a torch.func transform they are torch.func's vjp. Otherwise they are one backward pass over
+stand-ins for the differentiated leaves; the result is part of the caller's graph where anything
+that it depends on requires a gradient there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from funcpar import tree
+from funcpar._graph import Gradient, closed_over, own_all
+from funcpar._world import in_dual_level, in_torch_func
+
+Handler: TypeAlias = Callable[["GradientFunction", tuple[Any, ...], dict[str, Any]], Any]
+
+
+class _Here(threading.local):
+    """What pmap has asked of gradient functions that this thread calls."""
+
+    target: GradientFunction | None = None
+    handler: Handler | None = None
+    seen: list[Tensor] | None = None
+
+
+_here = _Here()
+
+
+@dataclass(slots=True)
+class Evaluation:
+    """One function value with its gradients, flat.
+
+    Attributes:
+        value: The 0-d value.
+        aux: What else the function returned, None without ``has_aux``.
+        leaves: The leaves of the differentiated arguments.
+        grads: One per leaf; None where the leaf is not differentiated or was not used.
+        build: Makes the tree of gradients from a list like ``grads``.
+    """
+
+    value: Tensor
+    aux: Any
+    leaves: list[Any]
+    grads: list[Gradient]
+    build: Callable[[list[Gradient]], Any]
+
+
+class GradientFunction:
+    """What :func:`grad` and :func:`value_and_grad` return; pmap recognises it."""
+
+    def __init__(
+        self, name: str, fun: Callable[..., Any], argnums: int | tuple[int, ...], has_aux: bool
+    ) -> None:
+        if not callable(fun):
+            raise TypeError(f"{name}: {fun!r} is not callable.\nGive a function, such as loss_fn.")
+        numbers = argnums if isinstance(argnums, tuple | list) else (argnums,)
+        if not numbers or any(isinstance(n, bool) or not isinstance(n, int) for n in numbers):
+            raise TypeError(
+                f"{name}({_name_of(fun)}): argnums={argnums!r} is not an integer or a tuple of integers.\n"
+                f"Give positions of arguments, such as argnums=0 or argnums=(0, 1)."
+            )
+        functools.update_wrapper(self, fun)
+        self.fun = fun
+        self.argnums = tuple(numbers)
+        self.single = not isinstance(argnums, tuple | list)
+        self.has_aux = has_aux
+        self.with_value = name == "value_and_grad"
+        self.call = f"{name}({_name_of(fun)})"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate here, or as pmap has asked to."""
+        if _here.target is self and _here.handler is not None:
+            handler = _here.handler
+            with handled(None, None):  # A call of the same function further in is a local one.
+                return handler(self, args, kwargs)
+        found = self.evaluate(args, kwargs)
+        answer = self.answer(found, self.finish(found.leaves, own_all(found.grads)))
+        if _here.seen is not None:
+            _here.seen += [grad for grad in tree.leaves(answer) if isinstance(grad, Tensor)]
+        return answer
+
+    def answer(self, found: Evaluation, grads: list[Gradient]) -> Any:
+        """Put value, aux and gradients together as the caller knows them."""
+        built = found.build(grads)
+        if self.with_value:
+            return ((found.value, found.aux), built) if self.has_aux else (found.value, built)
+        return (built, found.aux) if self.has_aux else built
+
+    def finish(self, leaves: list[Any], grads: list[Gradient]) -> list[Gradient]:
+        """Give leaves that were not used zeros."""
+        return [
+            torch.zeros_like(leaf.detach()) if grad is None and _is_differentiable(leaf) else grad
+            for leaf, grad in zip(leaves, grads, strict=True)
+        ]
+
+    def evaluate(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], seed: float | None = None
+    ) -> Evaluation:
+        """Return the value, aux, and the gradients times ``seed`` (None: 1)."""
+        slots = self._slots(args, kwargs)
+        flat = [tree.flatten(args[slot] if isinstance(slot, int) else kwargs[slot]) for slot in slots]
+        leaves = [leaf for part, _ in flat for leaf in part]
+        chosen = [k for k, leaf in enumerate(leaves) if _is_differentiable(leaf)]
+
+        def build(new: list[Any]) -> list[Any]:
+            rest = iter(new)
+            return [tree.unflatten(spec, [next(rest) for _ in part]) for part, spec in flat]
+
+        def call(*stands: Tensor) -> tuple[Tensor, Any]:
+            new = list(leaves)
+            for k, stand in zip(chosen, stands, strict=True):
+                new[k] = stand
+            new_args, new_kwargs = list(args), dict(kwargs)
+            for slot, part in zip(slots, build(new), strict=True):
+                if isinstance(slot, int):
+                    new_args[slot] = part
+                else:
+                    new_kwargs[slot] = part
+            return self._split(self.fun(*new_args, **new_kwargs))
+
+        inputs = [leaves[k] for k in chosen]
+        some: list[Gradient] = [None] * len(chosen)
+        if seed == 0.0:  # What does not count has no gradient: 0 times 0/0 would be NaN.
+            value, aux = call(*inputs)
+        else:
+            differentiate = _by_torch_func if in_torch_func() else _by_autograd
+            value, aux, some = differentiate(call, inputs, seed)
+        grads: list[Gradient] = [None] * len(leaves)
+        for k, grad in zip(chosen, some, strict=True):
+            grads[k] = grad
+        return Evaluation(
+            value, aux, leaves, grads, lambda new: build(new)[0] if self.single else tuple(build(new))
+        )
+
+    def _slots(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int | str]:
+        """Return where each differentiated argument is: a position in args or a name in kwargs."""
+        slots: list[int | str] = []
+        for number in self.argnums:
+            position = number + len(args) if number < 0 else number
+            if 0 <= position < len(args):
+                slots.append(position)
+                continue
+            names = list(inspect.signature(self.fun).parameters) if position >= 0 else []
+            if position >= len(names) or names[position] not in kwargs:
+                raise ValueError(
+                    f"{self.call}: argnums={number}, and the call has {len(args)} positional arguments.\n"
+                    f"Give argnums the position of an argument that is passed."
+                )
+            slots.append(names[position])
+        return slots
+
+    def _split(self, answer: Any) -> tuple[Tensor, Any]:
+        aux = None
+        if self.has_aux:
+            if not isinstance(answer, tuple) or len(answer) != 2:
+                raise TypeError(
+                    f"{self.call}: with has_aux=True the function must return a pair (value, aux); it "
+                    f"returned a {type(answer).__name__}.\nReturn (value, aux), or leave has_aux out."
+                )
+            answer, aux = answer
+        if not isinstance(answer, Tensor):
+            raise TypeError(
+                f"{self.call}: the function returned a {type(answer).__name__}, not a tensor.\n"
+                f"Return a 0-d tensor; has_aux=True lets it return (value, aux)."
+            )
+        if answer.dim() != 0 or not answer.is_floating_point():
+            raise ValueError(
+                f"{self.call}: the function returned a tensor of shape {tuple(answer.shape)} and dtype "
+                f"{answer.dtype}, not a real scalar.\nReturn a 0-d floating-point tensor, such as its mean()."
+            )
+        return answer, aux
+
+
+def grad(
+    fun: Callable[..., Any], argnums: int | tuple[int, ...] = 0, has_aux: bool = False
+) -> Callable[..., Any]:
+    """Return a function that computes the gradient of ``fun``.
+
+    Gradients have the structure, shapes, dtypes and devices of the differentiated arguments: float
+    and complex leaves get one (of complex leaves torch's convention, the conjugate), other leaves
+    None; leaves that the value does not depend on get zeros. They are plain, writable tensors that
+    share memory with nothing, and part of the caller's graph only where a tensor that they depend on
+    requires a gradient there.
+
+    Args:
+        fun: Returns a 0-d real floating-point tensor, or ``(value, aux)`` with ``has_aux``.
+        argnums: Positions of the arguments to differentiate; a tuple gives a tuple of gradients.
+        has_aux: Whether ``fun`` returns something besides its value.
+
+    Returns:
+        A function of the same arguments that returns ``grads``, or ``(grads, aux)``.
+
+    Raises:
+        TypeError: ``fun`` is not callable or returns no tensor, or ``argnums`` is of another kind.
+        ValueError: ``fun`` returns no real scalar, or an argument of ``argnums`` is not passed.
+
+    Example:
+        >>> import torch, funcpar as fp
+        >>> fp.grad(lambda w, x: (w["a"] * x).sum())({"a": torch.ones(2)}, torch.tensor([3.0, 4.0]))
+        {'a': tensor([3., 4.])}
+
+    References:
+        ``jax.grad``. JAX refuses integer arguments; here they get None.
+    """
+    return GradientFunction("grad", fun, argnums, has_aux)
+
+
+def value_and_grad(
+    fun: Callable[..., Any], argnums: int | tuple[int, ...] = 0, has_aux: bool = False
+) -> Callable[..., Any]:
+    """Return a function that computes ``fun`` and its gradient.
+
+    Shapes, dtypes, devices and memory of the gradients are those of :func:`grad`.
+
+    Args:
+        fun: Returns a 0-d real floating-point tensor, or ``(value, aux)`` with ``has_aux``.
+        argnums: Positions of the arguments to differentiate; a tuple gives a tuple of gradients.
+        has_aux: Whether ``fun`` returns something besides its value.
+
+    Returns:
+        A function of the same arguments that returns ``(value, grads)``, or ``((value, aux), grads)``.
+
+    Raises:
+        TypeError: ``fun`` is not callable or returns no tensor, or ``argnums`` is of another kind.
+        ValueError: ``fun`` returns no real scalar, or an argument of ``argnums`` is not passed.
+
+    Example:
+        >>> import torch, funcpar as fp
+        >>> fp.value_and_grad(lambda w: (w**2).sum())(torch.tensor([1.0, 2.0]))
+        (tensor(5.), tensor([2., 4.]))
+
+    References:
+        ``jax.value_and_grad``; ``torch.func.grad_and_value`` returns the two in the other order.
+    """
+    return GradientFunction("value_and_grad", fun, argnums, has_aux)
+
+
+def _by_autograd(
+    call: Callable[..., tuple[Tensor, Any]], leaves: list[Tensor], seed: float | None
+) -> tuple[Tensor, Any, list[Gradient]]:
+    outer = torch.is_grad_enabled()
+    dual = in_dual_level()
+    joined = dual or (outer and any(leaf.requires_grad for leaf in leaves))
+    with _recording():
+        stands = [_stand_in(leaf, joined, dual) for leaf in leaves]
+        value, aux = call(*stands)
+        grads: list[Gradient] = [None] * len(stands)
+        joined = joined or (outer and value.requires_grad and bool(closed_over([value], stands)))
+        if value.requires_grad and stands:
+            start = None if seed is None else torch.full_like(value.detach(), seed)
+            grads = list(
+                torch.autograd.grad(value, stands, start, create_graph=joined, allow_unused=True)
+            )
+    if joined:
+        return value, aux, grads
+    return value.detach(), tree.map(_detached, aux), grads
+
+
+def _by_torch_func(
+    call: Callable[..., tuple[Tensor, Any]], leaves: list[Tensor], seed: float | None
+) -> tuple[Tensor, Any, list[Gradient]]:
+    rest: list[Any] = []
+
+    def flat(*stands: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        value, aux = call(*stands)
+        aux_leaves, spec = tree.flatten(aux)
+        tensors = tuple(leaf for leaf in aux_leaves if isinstance(leaf, Tensor))
+        rest[:] = [spec, aux_leaves]
+        return value, tensors
+
+    value, pull, tensors = torch.func.vjp(flat, *leaves, has_aux=True)
+    spec, aux_leaves = rest
+    plain = iter(tensors)
+    aux = tree.unflatten(spec, [next(plain) if isinstance(leaf, Tensor) else leaf for leaf in aux_leaves])
+    start = torch.ones_like(value) if seed is None else torch.full_like(value, seed)
+    return value, aux, list(pull(start))
+
+
+def _stand_in(leaf: Tensor, joined: bool, dual: bool) -> Tensor:
+    """Make a tensor that the function alone sees, so that its gradient is this argument's alone."""
+    if dual or (joined and leaf.requires_grad):
+        stand = leaf.view_as(leaf)
+        return stand if stand.requires_grad else stand.requires_grad_()
+    if leaf.is_inference():
+        leaf = leaf.clone()
+    return leaf.detach().requires_grad_()
+
+
+@contextlib.contextmanager
+def _recording() -> Iterator[None]:
+    """Record a graph, whatever the caller's mode."""
+    with torch.inference_mode(False), torch.enable_grad():
+        yield
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, Tensor) and leaf.requires_grad else leaf
+
+
+def _is_differentiable(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
+
+
+def _name_of(fun: Callable[..., Any]) -> str:
+    return getattr(fun, "__name__", type(fun).__name__)
+
+
+@contextlib.contextmanager
+def handled(target: GradientFunction | None, handler: Handler | None) -> Iterator[None]:
+    """Let a handler answer the calls of one gradient function in this thread."""
+    before = _here.target, _here.handler
+    _here.target, _here.handler = target, handler
+    try:
+        yield
+    finally:
+        _here.target, _here.handler = before
+
+
+@contextlib.contextmanager
+def recorded(seen: list[Tensor]) -> Iterator[None]:
+    """Add to ``seen`` every gradient that a gradient function returns in this thread."""
+    before, _here.seen = _here.seen, seen
+    try:
+        yield
+    finally:
+        _here.seen = before

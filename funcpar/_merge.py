@@ -1,0 +1,238 @@
+"""Merging: from what the shards returned to what one call returns.
+
+Every leaf of the output gets a spec from ``out_axes``; one function per spec turns a column (that
+leaf of every shard, in rank order) into one leaf. What a spec cannot honour is refused.
+"""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from funcpar import tree
+from funcpar._devices import Device
+from funcpar._errors import ReplicaMismatchError
+from funcpar._reduce import add_up
+from funcpar._staging import Shards
+
+SPECS = ("auto", "mean", "sum", "stack", "shards")
+
+
+@dataclass(frozen=True, slots=True)
+class Merge:
+    """How the outputs of one call are merged.
+
+    Attributes:
+        call: The call for messages, such as ``pmap(train_step)``.
+        devices: One per shard.
+        rows: Rows of each shard, None when nothing was mapped.
+        weights: Weight of each shard in a mean.
+        gradients: Tensors that a gradient function inside the body returned, by id.
+    """
+
+    call: str
+    devices: tuple[Device, ...]
+    rows: list[int] | None
+    weights: Sequence[float]
+    gradients: frozenset[int] = frozenset()
+
+    def trees(self, spec: Any, outs: Sequence[Any]) -> Any:
+        """Merge one tree per shard; ``spec`` is a prefix of it."""
+        leaves, structure = tree.flatten(outs[0])
+        rows = [leaves]
+        for rank, out in enumerate(outs[1:], 1):
+            try:
+                rows.append(tree.flatten_like(structure, out, "output"))
+            except ValueError as error:
+                raise ReplicaMismatchError(
+                    f"{self.call}: shard {rank} returned another structure than shard 0: {error}\n"
+                    f"Return the same structure from every shard."
+                ) from None
+        specs = tree.broadcast_prefix(spec, structure, f"{self.call}: out_axes")
+        if len(outs) == 1 and "stack" not in specs and "shards" not in specs:
+            return outs[0]
+        paths = structure.paths("output")
+        merged = [
+            self.column(wanted, [row[k] for row in rows], paths[k]) for k, wanted in enumerate(specs)
+        ]
+        return tree.unflatten(structure, merged)
+
+    def column(self, spec: Any, column: list[Any], path: str) -> Any:
+        """Merge one leaf of every shard."""
+        if spec == "shards":
+            return Shards(column, self.devices)
+        if len(column) == 1 and spec != "stack":
+            return column[0]
+        if spec == "auto":
+            spec = self._auto(column, path)
+        if isinstance(spec, int):
+            return self._joined(spec, column, path)
+        return {"mean": self._mean, "sum": self._sum, "stack": self._stack, None: self._equal}[spec](column, path)
+
+    def _auto(self, column: list[Any], path: str) -> Any:
+        if all(isinstance(leaf, Tensor) for leaf in column) and not _same_object(column):
+            if any(id(leaf) in self.gradients for leaf in column):
+                raise ValueError(
+                    f"{self.call}: {path} is a gradient that each shard took of its own rows, and "
+                    f'out_axes="auto" does not guess how to merge it.\n'
+                    f"Map the gradient function itself, pmap(fp.grad(f)) or pmap(fp.value_and_grad(f)), "
+                    f'which reduces it; or give out_axes, "mean" or "stack" say, for this output.'
+                )
+            if all(leaf.dim() == 0 and (leaf.is_floating_point() or leaf.is_complex()) for leaf in column):
+                return "mean"
+            if self._follows_rows(column):
+                return 0
+        if not _all_equal(column):
+            shapes = ", ".join(_kind(leaf) for leaf in column)
+            rows = "nothing is mapped" if self.rows is None else f"the shards have {self.rows} rows"
+            raise ValueError(
+                f"{self.call}: {path} differs between shards and does not follow the rows: {shapes}; {rows}.\n"
+                f'Say how to merge it with out_axes: an int joins along a dimension, "mean", "sum", "stack", '
+                f'"shards"; None promises that all shards agree.'
+            )
+        return None
+
+    def _follows_rows(self, column: list[Tensor]) -> bool:
+        if self.rows is None or any(leaf.dim() == 0 for leaf in column):
+            return False
+        factor, rest = divmod(column[0].shape[0], self.rows[0])
+        return rest == 0 and factor > 0 and all(
+            leaf.shape[0] == factor * n for leaf, n in zip(column, self.rows, strict=True)
+        )
+
+    def _joined(self, dim: int, column: list[Any], path: str) -> Tensor:
+        self._tensors(column, path, f"out_axes={dim}", alike=False)
+        if any(not -leaf.dim() <= dim < leaf.dim() for leaf in column):
+            raise ValueError(
+                f"{self.call}: {path} has {column[0].dim()} dimensions and cannot be joined along dimension "
+                f'{dim}.\nGive it another out_axes, "stack" or "mean" say.'
+            )
+        dim = dim % column[0].dim()
+        rest = {leaf.shape[:dim] + leaf.shape[dim + 1 :] for leaf in column}
+        if len(rest) > 1 or len({leaf.dim() for leaf in column}) > 1:
+            raise ReplicaMismatchError(
+                f"{self.call}: {path} cannot be joined along dimension {dim}: "
+                f"{', '.join(_kind(leaf) for leaf in column)}.\nReturn the same shape but for that dimension."
+            )
+        return torch.cat([leaf.to(column[0].device) for leaf in column], dim)
+
+    def _mean(self, column: list[Any], path: str) -> Any:
+        if all(isinstance(leaf, float | complex) for leaf in column):
+            return sum(leaf * share for leaf, share in zip(column, self._shares(), strict=True) if share)
+        self._tensors(column, path, 'out_axes="mean"', alike=True)
+        if not (column[0].is_floating_point() or column[0].is_complex()):
+            return self._equal(column, path)
+        real = column[0].real.dtype if column[0].is_complex() else column[0].dtype
+        total: Tensor | None = None
+        for leaf, share in zip(column, self._shares(), strict=True):
+            if share:  # A shard of weight 0 may hold 0/0.
+                # A tensor: the tangent of a 0-d tensor times a Python float would be float64.
+                term = leaf.to(column[0].device) * torch.tensor(share, dtype=real, device=column[0].device)
+                total = term if total is None else total + term
+        return total
+
+    def _shares(self) -> list[float]:
+        total = sum(self.weights)
+        return [weight / total for weight in self.weights]
+
+    def _sum(self, column: list[Any], path: str) -> Any:
+        if all(isinstance(leaf, numbers.Number) for leaf in column):
+            return sum(column)
+        self._tensors(column, path, 'out_axes="sum"', alike=True)
+        first = column[0]
+        if first.dtype is torch.bool:
+            column = [leaf.to(torch.int64) for leaf in column]
+        return add_up([leaf.to(first.device) for leaf in column])
+
+    def _stack(self, column: list[Any], path: str) -> Tensor:
+        column = [torch.as_tensor(leaf) if isinstance(leaf, numbers.Number) else leaf for leaf in column]
+        self._tensors(column, path, 'out_axes="stack"', alike=True)
+        return torch.stack([leaf.to(column[0].device) for leaf in column])
+
+    def _equal(self, column: list[Any], path: str) -> Any:
+        if not _all_equal(column):
+            raise ReplicaMismatchError(
+                f"{self.call}: {path} was promised equal on all shards and is not: "
+                f"{', '.join(_kind(leaf) for leaf in column)}{_where_unequal(column)}.\n"
+                f'Reduce it in the function (fp.pmean, fp.psum), or give it out_axes "mean", "stack" or an int.'
+            )
+        return column[0]
+
+    def _tensors(self, column: list[Any], path: str, wanted: str, alike: bool) -> None:
+        if not all(isinstance(leaf, Tensor) for leaf in column):
+            raise TypeError(
+                f"{self.call}: {path} is {', '.join(_kind(leaf) for leaf in column)}, and {wanted} needs tensors.\n"
+                f"Return a tensor, or give it out_axes=None if all shards agree."
+            )
+        if len({leaf.dtype for leaf in column}) > 1 or (alike and len({leaf.shape for leaf in column}) > 1):
+            raise ReplicaMismatchError(
+                f"{self.call}: {path} differs in shape or dtype between shards: "
+                f"{', '.join(_kind(leaf) for leaf in column)}; {wanted} needs them alike.\n"
+                f"Return the same from every shard."
+            )
+
+
+def _same_object(column: list[Any]) -> bool:
+    return all(leaf is column[0] for leaf in column)
+
+
+def _all_equal(column: list[Any]) -> bool:
+    return _same_object(column) or all(_equal(column[0], leaf) for leaf in column[1:])
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        if one.shape != other.shape or one.dtype != other.dtype or one.layout != other.layout:
+            return False
+        return torch._C._functorch.is_functorch_wrapped_tensor(one) or _equal_values(one.detach(), other.detach())
+    if isinstance(one, Tensor) or isinstance(other, Tensor) or type(one) is not type(other):
+        return False
+    try:
+        return bool(one == other) or (one != one and other != other)
+    except Exception:  # What cannot be compared is not known to be equal.
+        return False
+
+
+def _equal_values(one: Tensor, other: Tensor) -> bool:
+    other = other.to(one.device)
+    if one.layout is not torch.strided:
+        one, other = one.to_dense(), other.to_dense()
+    if torch.equal(one, other):
+        return True
+    return bool(torch.isclose(one, other, rtol=0.0, atol=0.0, equal_nan=True).all())
+
+
+def _where_unequal(column: list[Any]) -> str:
+    shards = [str(rank) for rank, leaf in enumerate(column) if not _equal(column[0], leaf)]
+    return f" (shard {', '.join(shards)} from shard 0)"
+
+
+def _kind(leaf: Any) -> str:
+    if isinstance(leaf, Tensor):
+        return f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
+    text = repr(leaf)
+    return text if len(text) <= 40 else type(leaf).__name__
+
+
+def check_out_axes(call: str, spec: Any) -> None:
+    """Refuse what can never be ``out_axes``.
+
+    Raises:
+        ValueError: An entry is a string that is no spec.
+        TypeError: An entry is of another kind.
+    """
+    for path, leaf in tree.leaves_with_path(spec, "out_axes"):
+        if isinstance(leaf, str) and leaf not in SPECS:
+            raise ValueError(f"{call}: {path}={leaf!r} is unknown.\nGive an int, None, or one of {', '.join(SPECS)}.")
+        if isinstance(leaf, bool) or not isinstance(leaf, int | str):
+            raise TypeError(
+                f"{call}: {path}={leaf!r} is not a spec.\nGive an int, None, or one of {', '.join(SPECS)}."
+            )
+

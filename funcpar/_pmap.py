@@ -1,0 +1,191 @@
+"""pmap: split, run one shard per worker, merge."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from funcpar import tree
+from funcpar._axes import Binder, InAxes, Split, check_in_axes, weights_of
+from funcpar._call import Frame, call_shards
+from funcpar._devices import Device, resolve
+from funcpar._fused import Fused, gradient_within, specs_of
+from funcpar._grad import recorded
+from funcpar._group import current
+from funcpar._merge import Merge, check_out_axes
+
+
+def pmap(
+    fun: Callable[..., Any],
+    axis_name: Hashable = None,
+    *,
+    in_axes: Any = "auto",
+    out_axes: Any = "auto",
+    devices: Any = None,
+    weight: Callable[..., Any] | None = None,
+    min_rows: int = 1,
+    static_broadcasted_argnums: int | Sequence[int] = (),
+) -> Callable[..., Any]:
+    """Map a function over the rows of its arguments, one shard of rows per device, all at once.
+
+    The law: where the outputs of ``fun`` follow the rows of the batch, or are scalar means over
+    them, ``pmap(fun)(params, batch) == fun(params, batch)``, and so are all its derivatives, on any
+    number of devices, for any number of rows. What cannot be merged so is refused.
+
+    N rows on D devices are cut into R = min(D, N // min_rows), at least 1, balanced shards, in
+    order. Results are on the device of the first shard, own their storage, and wait for nobody.
+    ``pmap(value_and_grad(f))`` and ``pmap(grad(f))`` take the gradient in every shard and sum it over
+    the shards; ``out_axes`` then describes what ``f`` itself returns.
+
+    Args:
+        fun: The function; called with the same structure of arguments, of fewer rows.
+        axis_name: Name of the mapped axis, for collectives inside ``fun``.
+        in_axes: How arguments are split: an int (along that dimension, which stays), None (every
+            shard gets the whole), a sequence with one entry per argument, or a dict by parameter
+            name, whose entries are pytree prefixes of the arguments. ``"auto"``: the first parameter
+            is replicated, all others are split along dimension 0. 0-d tensors and scalars are never
+            split.
+        out_axes: How results are merged, a pytree prefix of the output: an int concatenates along
+            that dimension; None promises that all shards agree (checked); ``"mean"`` and ``"sum"``
+            reduce; ``"stack"`` adds a leading dimension of size R; ``"shards"`` leaves a
+            :class:`Shards`; ``"auto"`` concatenates what follows the rows, takes the mean of 0-d
+            floats, and takes anything else only if it is equal on all shards.
+        devices: A count, or a list of indices, devices or names; all by default. The same device may
+            be named several times.
+        weight: ``weight(*args, **kwargs)`` of a shard is its weight in every mean, a constant for
+            gradients; by default its number of rows. A shard of weight 0 is left out.
+        min_rows: The fewest rows worth a shard.
+        static_broadcasted_argnums: Positions of arguments that every shard gets whole and as they are.
+
+    Returns:
+        A function with the signature of ``fun``.
+
+    Raises:
+        TypeError: An argument is of the wrong kind, or cannot be split into rows.
+        ValueError: Mapped arguments disagree on the rows, nothing is mapped, or an output cannot be
+            merged as asked.
+        ReplicaMismatchError: The shards returned different structures, or different values for
+            ``out_axes=None``.
+
+    Example:
+        >>> import torch, funcpar as fp
+        >>> fp.set_cpu_devices(4)
+        >>> def loss_fn(w, x, y):
+        ...     return ((x @ w - y) ** 2).mean()
+        >>> w, x, y = torch.ones(3), torch.arange(39.0).reshape(13, 3), torch.zeros(13)
+        >>> torch.allclose(fp.pmap(loss_fn)(w, x, y), loss_fn(w, x, y))
+        True
+        >>> loss, grads = fp.pmap(fp.value_and_grad(loss_fn))(w, x, y)
+        >>> torch.allclose(grads, fp.grad(loss_fn)(w, x, y))
+        True
+
+    References:
+        ``jax.pmap``, where the mapped axis is removed, its size must be the number of devices, and
+        means over shards are not weighted.
+    """
+    name = getattr(fun, "__name__", type(fun).__name__)
+    call = f"pmap({name})"
+    if not callable(fun):
+        raise TypeError(f"pmap: {fun!r} is not callable.\nGive a function, such as pmap(loss_fn).")
+    if isinstance(min_rows, bool) or not isinstance(min_rows, int) or min_rows < 1:
+        raise ValueError(f"{call}: min_rows={min_rows!r} is not a positive integer.\nGive 1 or more.")
+    if weight is not None and not callable(weight):
+        raise TypeError(f"{call}: weight={weight!r} is not callable.\nGive a function of the arguments.")
+    hash(axis_name)
+    binder = Binder(fun)
+    check_in_axes(call, in_axes, binder)
+    check_out_axes(call, out_axes)
+    static = static_broadcasted_argnums
+    mapped = _Mapped(
+        fun,
+        call,
+        axis_name,
+        binder,
+        InAxes(call, in_axes, frozenset([static] if isinstance(static, int) else static), min_rows),
+        out_axes,
+        devices,
+        weight,
+    )
+
+    @functools.wraps(fun)
+    def pmapped(*args: Any, **kwargs: Any) -> Any:
+        return mapped(args, kwargs)
+
+    return pmapped
+
+
+class _Mapped:
+    """One pmapped function: everything that is known before it is called."""
+
+    def __init__(
+        self,
+        fun: Callable[..., Any],
+        call: str,
+        axis_name: Hashable,
+        binder: Binder,
+        in_axes: InAxes,
+        out_axes: Any,
+        devices: Any,
+        weight: Callable[..., Any] | None,
+    ) -> None:
+        self.fun = fun
+        self.call = call
+        self.axis_name = axis_name
+        self.binder = binder
+        self.in_axes = in_axes
+        self.out_axes = out_axes
+        self.devices = devices
+        self.weight = weight
+        self.gradient = gradient_within(fun)
+        if self.gradient is not None:
+            self.value_spec, self.aux_spec = specs_of(call, self.gradient, out_axes)
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        split = self.in_axes.split(self.binder.bind(args, kwargs), self._devices(), self.devices is not None)
+        split, weights = self._weigh(split)
+        frame = Frame(split.devices, self.axis_name, tuple(weights), self.call)
+        if self.gradient is None:
+            return self._plain(split, frame, weights)
+        if len(split.devices) == 1:
+            new_args, new_kwargs = split.rebuild(split.leaves[0])
+            return frame.run([lambda: self.fun(*new_args, **new_kwargs)])[0]
+        merge = Merge(self.call, split.devices, split.rows, weights)
+        return Fused(self.gradient, self.fun, split, frame, merge, self.value_spec, self.aux_spec).run()
+
+    def _devices(self) -> tuple[Device, ...]:
+        shard = current()
+        if shard is None:
+            return resolve(self.devices, self.call)
+        # Inside a shard only its own device is free, and by the law one shard is as good as any.
+        return (shard.device,)
+
+    def _weigh(self, split: Split) -> tuple[Split, list[float]]:
+        """Return the weights of the shards, and one shard if they are all 0."""
+        size = len(split.devices)
+        if size == 1:
+            return split, [1.0]
+        if self.weight is None:
+            return split, [1.0] * size if split.rows is None else [float(n) for n in split.rows]
+        weights = weights_of(self.call, self.weight, split)
+        return (split, weights) if any(weights) else (split.undivided(), [1.0])
+
+    def _plain(self, split: Split, frame: Frame, weights: list[float]) -> Any:
+        size = len(split.devices)
+        specs: list[Any] = [None] * size
+        gradients: list[Tensor] = []
+
+        def body(rank: int, leaves: list[Any]) -> list[Any]:
+            args, kwargs = split.rebuild(leaves)
+            with recorded(gradients):
+                out, specs[rank] = tree.flatten(self.fun(*args, **kwargs))
+            return split.marked(leaves, out)
+
+        answers = call_shards(frame, [functools.partial(body, rank) for rank in range(size)], split.leaves)
+        outs = [
+            tree.unflatten(spec, split.unmarked(answer)) for spec, answer in zip(specs, answers, strict=True)
+        ]
+        merge = Merge(self.call, split.devices, split.rows, weights, frozenset(map(id, gradients)))
+        return merge.trees(self.out_axes, outs)

@@ -1,0 +1,94 @@
+"""Values that stay where the shards are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from funcpar import tree
+from funcpar._devices import Device
+
+
+class Shards:
+    """A value kept in shards: one tree per shard, left on its device.
+
+    pmap returns one for every output leaf whose ``out_axes`` is ``"shards"``, and takes one as an
+    argument that is split: then the call has these shards, on these devices.
+
+    Args:
+        parts: R trees of one structure, in rank order.
+        devices: R devices.
+
+    Attributes:
+        parts: The R trees.
+        devices: The R devices.
+
+    Raises:
+        ValueError: Numbers of parts and devices disagree, or there are none.
+
+    Example:
+        >>> import torch, funcpar as fp
+        >>> fp.set_cpu_devices(2)
+        >>> double = fp.pmap(lambda x: 2 * x, in_axes=0, out_axes="shards")
+        >>> kept = double(torch.arange(3.0))
+        >>> kept
+        Shards(2 rows on cpu[0], 1 row on cpu[1])
+        >>> fp.pmap(lambda x: x + 1, in_axes=0)(kept)
+        tensor([1., 3., 5.])
+        >>> kept.gather()
+        tensor([0., 2., 4.])
+
+    References:
+        A sharded ``jax.Array``; here the parts may differ in size and be trees.
+    """
+
+    __slots__ = ("devices", "parts")
+
+    def __init__(self, parts: Sequence[Any], devices: Sequence[Device]) -> None:
+        if not parts or len(parts) != len(devices):
+            raise ValueError(
+                f"Shards: {len(parts)} parts and {len(devices)} devices.\nGive one device for each part."
+            )
+        self.parts = tuple(parts)
+        self.devices = tuple(devices)
+
+    @property
+    def rows(self) -> tuple[int | None, ...]:
+        """Rows of each part along dimension 0: None where the tensors of a part disagree or there are none."""
+        return tuple(_rows(part) for part in self.parts)
+
+    def gather(self, dim: int = 0) -> Any:
+        """Return one tree, every tensor joined along ``dim`` in rank order.
+
+        Raises:
+            ValueError: The parts differ in structure, or hold 0-d tensors.
+            TypeError: A leaf is not a tensor.
+        """
+        leaves, spec = tree.flatten(self.parts[0])
+        rows = [leaves] + [spec_leaves(spec, part, k) for k, part in enumerate(self.parts[1:], 1)]
+        for path, leaf in zip(spec.paths("part"), leaves, strict=True):
+            if not isinstance(leaf, Tensor):
+                raise TypeError(f"Shards.gather: {path} is a {type(leaf).__name__}, not a tensor.\nUse .parts.")
+            if leaf.dim() == 0:
+                raise ValueError(f"Shards.gather: {path} is 0-d and has no rows to join.\nUse .parts.")
+        return tree.unflatten(spec, [torch.cat(column, dim) for column in zip(*rows, strict=True)])
+
+    def __repr__(self) -> str:
+        shown = ", ".join(
+            f"{'?' if n is None else n} row{'s' * (n != 1)} on {device}"
+            for n, device in zip(self.rows, self.devices, strict=True)
+        )
+        return f"Shards({shown})"
+
+
+def spec_leaves(spec: tree.Spec, part: Any, rank: int) -> list[Any]:
+    """Flatten a later part in the order of the first one's."""
+    return tree.flatten_like(spec, part, f"part {rank}")
+
+
+def _rows(part: Any) -> int | None:
+    sizes = {leaf.shape[0] for leaf in tree.leaves(part) if isinstance(leaf, Tensor) and leaf.dim() > 0}
+    return sizes.pop() if len(sizes) == 1 else None

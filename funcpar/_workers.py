@@ -1,0 +1,182 @@
+"""Workers: one persistent thread per device, which runs shards in the caller's world.
+
+A call hands one job to each of its workers, all at once, so that two calls that meet in
+collectives are queued in the same order on every device and cannot wait for each other. Workers
+start at the first use, live until the interpreter ends, keep no reference to a finished job, and
+are made anew in a forked child.
+"""
+
+from __future__ import annotations
+
+import _thread
+import atexit
+import contextvars
+import itertools
+import os
+import queue
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+
+from funcpar._devices import Device
+from funcpar._world import World
+
+Job: TypeAlias = Callable[[], None]
+
+
+class Worker:
+    """One thread with an inbox. ``None`` in the inbox ends it."""
+
+    def __init__(self, name: str, threads: int) -> None:
+        self.inbox: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self.threads = threads
+        ready = threading.Event()
+        self.thread = threading.Thread(target=self._loop, args=(ready,), name=name, daemon=True)
+        self.thread.start()
+        ready.wait(timeout=60)
+
+    def _loop(self, ready: threading.Event) -> None:
+        # A thread starts with the process-wide number of intra-op threads, and setting its own
+        # also sets that; a thread that lives for a moment sets it back.
+        process_wide = torch.get_num_threads()
+        torch.set_num_threads(self.threads)
+        restore = threading.Thread(target=torch.set_num_threads, args=(process_wide,), daemon=True)
+        restore.start()
+        restore.join(timeout=60)
+        # Backward stays in this thread and on its stream: two shards that shared an engine
+        # thread would wait for each other in a collective's backward.
+        torch._C._set_multithreading_enabled(False)
+        ready.set()
+        while (job := self.inbox.get()) is not None:
+            job()
+            del job
+
+
+class Pool:
+    """The workers of this process, by device rank and by how often a call names that device."""
+
+    def __init__(self, threads: int | None = None) -> None:
+        self.threads = threads
+        self.lock = threading.Lock()
+        self.workers: dict[tuple[str, int, int], Worker] = {}
+
+    def submit(self, devices: Sequence[Device], jobs: Sequence[Job]) -> None:
+        """Queue one job per device, atomically."""
+        named: Counter[int] = Counter()
+        with self.lock:
+            chosen = []
+            for device in devices:
+                chosen.append(self._worker(device, named[device.rank]))
+                named[device.rank] += 1
+            for worker, job in zip(chosen, jobs, strict=True):
+                worker.inbox.put(job)
+
+    def _worker(self, device: Device, slot: int) -> Worker:
+        key = (device.torch_device.type, device.rank, slot)
+        threads = self.threads or device.threads
+        worker = self.workers.get(key)
+        if worker is not None and worker.threads != threads:
+            worker.inbox.put(None)  # It ends after what is queued.
+            worker = None
+        if worker is None:
+            name = f"funcpar-{key[0]}-{device.rank}" + (f".{slot}" if slot else "")
+            worker = self.workers[key] = Worker(name, threads)
+        return worker
+
+    def close(self, timeout: float) -> None:
+        """Let every worker end. A worker inside native code is left behind: it is a daemon."""
+        with self.lock:
+            workers = list(self.workers.values())
+            self.workers.clear()
+        for worker in workers:
+            worker.inbox.put(None)
+        for worker in workers:
+            worker.thread.join(timeout)
+
+
+_pool = Pool()
+
+
+def _after_fork() -> None:
+    # The parent's threads are not in the child, and OpenMP is not safe there with more than one
+    # thread, which is also what DataLoader gives its workers.
+    global _pool
+    _pool = Pool(threads=1)
+
+
+os.register_at_fork(after_in_child=_after_fork)
+atexit.register(lambda: _pool.close(timeout=1.0))
+
+
+class Outcome:
+    """What became of one shard: a value, or the exception it ended with."""
+
+    __slots__ = ("error", "value")
+
+    def __init__(self) -> None:
+        self.value: Any = None
+        self.error: BaseException | None = None
+
+
+def run(
+    devices: Sequence[Device],
+    bodies: Sequence[Callable[[], Any]],
+    on_failure: Callable[[BaseException], None],
+) -> list[Outcome]:
+    """Run one body per device at the same time, each in its device's worker, and wait for all.
+
+    The workers see the caller's world: see ``_world``. A body's exception is kept in its outcome,
+    after ``on_failure`` was told (in the worker) so that it can release the others. When the
+    caller is interrupted while it waits, ``on_failure`` is told and the interrupt goes on at once:
+    bodies that have not started are dropped, and a later call queues behind those that have.
+    """
+    outcomes = [Outcome() for _ in bodies]
+    finished = itertools.count(1)
+    done = _thread.allocate_lock()
+    done.acquire()
+    world = World()
+    dropped = False
+
+    def job(body: Callable[[], Any], outcome: Outcome, context: contextvars.Context) -> None:
+        try:
+            if not dropped:
+                before = world.enter()
+                try:
+                    outcome.value = context.run(body)
+                finally:
+                    world.leave(before)
+        except BaseException as error:
+            outcome.error = error
+            on_failure(error)
+        finally:
+            if next(finished) == len(bodies):
+                done.release()
+
+    jobs = [
+        _bind(job, body, outcome, contextvars.copy_context())
+        for body, outcome in zip(bodies, outcomes, strict=True)
+    ]
+    try:
+        _pool.submit(devices, jobs)
+        done.acquire()
+    except BaseException as error:
+        dropped = True
+        on_failure(error)
+        raise
+    return outcomes
+
+
+def _bind(job: Callable[..., None], *args: Any) -> Job:
+    # A list that the job empties: the queue's own reference to the job must not keep a finished
+    # call alive until the next one comes.
+    held = list(args)
+
+    def bound() -> None:
+        body, outcome, context = held
+        held.clear()
+        job(body, outcome, context)
+
+    return bound
