@@ -85,7 +85,8 @@ class Binder:
                 ]
             elif p.kind is p.VAR_KEYWORD:
                 found += [
-                    Argument(key, key, k + j, value, key) for j, (key, value) in enumerate(bound[p.name].items())
+                    Argument(key, key, k + j, value, key)
+                    for j, (key, value) in enumerate(bound[p.name].items())
                 ]
             else:
                 by_name = p.kind is p.KEYWORD_ONLY or (gap and p.kind is not p.POSITIONAL_ONLY)
@@ -165,9 +166,7 @@ class InAxes:
     static: frozenset[int]
     min_rows: int
 
-    def split(
-        self, arguments: list[Argument], devices: tuple[Device, ...], devices_given: bool
-    ) -> Split:
+    def split(self, arguments: list[Argument], devices: tuple[Device, ...], devices_given: bool) -> Split:
         """Cut the arguments for these devices, or for fewer if there are few rows."""
         leaves: list[Any] = []
         axes: list[int | None] = []
@@ -181,7 +180,11 @@ class InAxes:
             leaves += found
             axes += own
             parts.append((argument.keyword, spec))
-        kept = [leaf for leaf, axis in zip(leaves, axes, strict=True) if isinstance(leaf, Shards) and axis is not None]
+        kept = [
+            leaf
+            for leaf, axis in zip(leaves, axes, strict=True)
+            if isinstance(leaf, Shards) and axis is not None
+        ]
         rows = self._rows(arguments, leaves, axes, parts)
         if kept:
             devices, sizes = self._of_shards(kept, devices, rows)
@@ -283,7 +286,9 @@ class InAxes:
         if len(sizes) <= 1:
             return sizes.pop() if sizes else None
         paths = [
-            path for argument, (_, spec) in zip(arguments, parts, strict=True) for path in spec.paths(argument.root)
+            path
+            for argument, (_, spec) in zip(arguments, parts, strict=True)
+            for path in spec.paths(argument.root)
         ]
         table = [
             (path, f"in_axes={axis}", f"{leaf.shape[axis]} row{'s' * (leaf.shape[axis] != 1)}")
@@ -391,7 +396,9 @@ def check_in_axes(call: str, spec: Any, binder: Binder) -> None:
         ValueError: An entry names no parameter.
     """
     if isinstance(spec, str) and spec != "auto":
-        raise ValueError(f"{call}: in_axes={spec!r} is unknown.\nGive \"auto\", an int, None, or a tree of those.")
+        raise ValueError(
+            f'{call}: in_axes={spec!r} is unknown.\nGive "auto", an int, None, or a tree of those.'
+        )
     if isinstance(spec, dict) and binder.parameters:
         names = [p.name for p in binder.parameters]
         if not any(p.kind is p.VAR_KEYWORD for p in binder.parameters):
@@ -415,9 +422,7 @@ def check_in_axes(call: str, spec: Any, binder: Binder) -> None:
             )
 
 
-def weights_of(
-    call: str, weight: Callable[..., Any], split: Split
-) -> list[float]:
+def weights_of(call: str, weight: Callable[..., Any], split: Split) -> list[float]:
     """Evaluate the user's weight of each shard.
 
     Raises:

@@ -266,7 +266,9 @@ def _pull_piece(
     piece: Piece, wanted: Sequence[bool], row: list[Gradient], given: list[Gradient], keep: bool, create: bool
 ) -> None:
     """Run one shard's backward; write the gradients of the wanted sources into ``row``."""
-    pairs = [(out, cotangent) for out, cotangent in zip(piece.outs, given, strict=True) if cotangent is not None]
+    pairs = [
+        (out, cotangent) for out, cotangent in zip(piece.outs, given, strict=True) if cotangent is not None
+    ]
     asked = [k for k, which in enumerate(piece.which) if wanted[which]]
     if not pairs or not asked:
         return

@@ -179,9 +179,7 @@ def _find() -> tuple[Device, ...]:
     if torch.accelerator.is_available():
         kind = torch.accelerator.current_accelerator()
         assert kind is not None
-        return tuple(
-            Device(i, torch.device(kind.type, i)) for i in range(torch.accelerator.device_count())
-        )
+        return tuple(Device(i, torch.device(kind.type, i)) for i in range(torch.accelerator.device_count()))
     return _virtual(torch.get_num_threads(), None)
 
 

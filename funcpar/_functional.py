@@ -156,12 +156,16 @@ def _as_module(module: object, call: str) -> None:
         )
 
 
-def _as_mapping(tensors: object, what: str) -> None:
-    if not isinstance(tensors, Mapping):
+def _as_mapping(given: object, what: str) -> None:
+    if not isinstance(given, Mapping):
         raise TypeError(
-            f"apply: {what} is a {type(tensors).__name__}, not a mapping from names to tensors.\n"
+            f"apply: {what} is a {type(given).__name__}, not a mapping from names to tensors.\n"
             f"Call apply with the {what} that functionalize returned, or a dict of their names."
         )
+    for name, tensor in given.items():
+        if not isinstance(tensor, Tensor):
+            kind = type(tensor).__name__
+            raise TypeError(f"apply: {what}[{name!r}] is a {kind}.\nGive a tensor under each name.")
 
 
 def _check_names(what: str, given: Mapping[str, Tensor], names: Mapping[str, Any]) -> None:
@@ -179,7 +183,3 @@ def _check_names(what: str, given: Mapping[str, Tensor], names: Mapping[str, Any
             f"apply: the names in {what} are not the module's:\n" + "\n".join(lines) + "\n"
             f"Give each of the module's {len(names)} {what} under its name, and nothing else."
         )
-    for name, tensor in given.items():
-        if not isinstance(tensor, Tensor):
-            kind = type(tensor).__name__
-            raise TypeError(f"apply: {what}[{name!r}] is a {kind}.\nGive a tensor under each name.")

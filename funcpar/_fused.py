@@ -20,7 +20,7 @@ from funcpar._axes import Split
 from funcpar._call import Frame, call_shards, sum_over_shards
 from funcpar._grad import Evaluation, GradientFunction, handled
 from funcpar._graph import Gradient
-from funcpar._group import Call, current
+from funcpar._group import current
 from funcpar._merge import Merge
 from funcpar._reduce import add_up
 
@@ -113,7 +113,9 @@ class Fused:
             row = [grad if axis is not None else None for grad, axis in zip(row, axes, strict=True)]
         return [found.value, *aux_leaves, *row]
 
-    def _evaluate(self, gradient: GradientFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Evaluation:
+    def _evaluate(
+        self, gradient: GradientFunction, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Evaluation:
         shard = current()
         assert shard is not None
         return gradient.evaluate(args, kwargs, self._seed(shard.rank))
@@ -137,4 +139,8 @@ class Fused:
                 total = add_up(column)
             return self.gradient.finish(leaves[:1], [total])[0]
         parts: list[Any] = self.gradient.finish(leaves, column)
-        return torch.cat([part.to(parts[0].device) for part in parts], axis) if isinstance(parts[0], Tensor) else None
+        return (
+            torch.cat([part.to(parts[0].device) for part in parts], axis)
+            if isinstance(parts[0], Tensor)
+            else None
+        )

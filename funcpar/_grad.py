@@ -258,9 +258,7 @@ def _by_autograd(
         joined = joined or (outer and value.requires_grad and bool(closed_over([value], stands)))
         if value.requires_grad and stands:
             start = None if seed is None else torch.full_like(value.detach(), seed)
-            grads = list(
-                torch.autograd.grad(value, stands, start, create_graph=joined, allow_unused=True)
-            )
+            grads = list(torch.autograd.grad(value, stands, start, create_graph=joined, allow_unused=True))
     if joined:
         return value, aux, grads
     return value.detach(), tree.map(_detached, aux), grads

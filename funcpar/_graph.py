@@ -41,15 +41,15 @@ def closed_over(outs: Sequence[Tensor], ins: Sequence[Tensor]) -> list[Tensor]:
 
 def owned(grads: Sequence[Gradient]) -> list[bool]:
     """Tell for each gradient of a list whether only that list can see its memory."""
-    return [
-        grad is not None and sys.getrefcount(grad) <= _LISTED and _sole_owner(grad) for grad in grads
-    ]
+    return [grad is not None and sys.getrefcount(grad) <= _LISTED and _sole_owner(grad) for grad in grads]
 
 
 def own_all(grads: list[Gradient]) -> list[Gradient]:
     """Return plain, writable gradients that share memory with nothing."""
     mine = owned(grads)
-    return [grad if is_mine or grad is None else grad.clone() for grad, is_mine in zip(grads, mine, strict=True)]
+    return [
+        grad if is_mine or grad is None else grad.clone() for grad, is_mine in zip(grads, mine, strict=True)
+    ]
 
 
 def _sole_owner(grad: Tensor) -> bool:

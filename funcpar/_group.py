@@ -172,7 +172,9 @@ class Group:
 
 
 def _different(other: int, theirs: Call, rank: int, call: Call) -> Callable[[], BaseException]:
-    calls = "".join(f"\n  shard {r} called {c}" for r, c in sorted([(other, theirs), (rank, call)], key=_first))
+    calls = "".join(
+        f"\n  shard {r} called {c}" for r, c in sorted([(other, theirs), (rank, call)], key=_first)
+    )
     return lambda: ReplicaMismatchError(
         f"the shards of one axis made different calls:{calls}\n"
         f"Every shard must make the same collective calls in the same order."

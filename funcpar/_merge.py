@@ -57,9 +57,7 @@ class Merge:
         if len(outs) == 1 and "stack" not in specs and "shards" not in specs:
             return outs[0]
         paths = structure.paths("output")
-        merged = [
-            self.column(wanted, [row[k] for row in rows], paths[k]) for k, wanted in enumerate(specs)
-        ]
+        merged = [self.column(wanted, [row[k] for row in rows], paths[k]) for k, wanted in enumerate(specs)]
         return tree.unflatten(structure, merged)
 
     def column(self, spec: Any, column: list[Any], path: str) -> Any:
@@ -72,7 +70,9 @@ class Merge:
             spec = self._auto(column, path)
         if isinstance(spec, int):
             return self._joined(spec, column, path)
-        return {"mean": self._mean, "sum": self._sum, "stack": self._stack, None: self._equal}[spec](column, path)
+        return {"mean": self._mean, "sum": self._sum, "stack": self._stack, None: self._equal}[spec](
+            column, path
+        )
 
     def _auto(self, column: list[Any], path: str) -> Any:
         if all(isinstance(leaf, Tensor) for leaf in column) and not _same_object(column):
@@ -101,8 +101,10 @@ class Merge:
         if self.rows is None or any(leaf.dim() == 0 for leaf in column):
             return False
         factor, rest = divmod(column[0].shape[0], self.rows[0])
-        return rest == 0 and factor > 0 and all(
-            leaf.shape[0] == factor * n for leaf, n in zip(column, self.rows, strict=True)
+        return (
+            rest == 0
+            and factor > 0
+            and all(leaf.shape[0] == factor * n for leaf, n in zip(column, self.rows, strict=True))
         )
 
     def _joined(self, dim: int, column: list[Any], path: str) -> Tensor:
@@ -191,7 +193,9 @@ def _equal(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         if one.shape != other.shape or one.dtype != other.dtype or one.layout != other.layout:
             return False
-        return torch._C._functorch.is_functorch_wrapped_tensor(one) or _equal_values(one.detach(), other.detach())
+        return torch._C._functorch.is_functorch_wrapped_tensor(one) or _equal_values(
+            one.detach(), other.detach()
+        )
     if isinstance(one, Tensor) or isinstance(other, Tensor) or type(one) is not type(other):
         return False
     try:
@@ -230,9 +234,10 @@ def check_out_axes(call: str, spec: Any) -> None:
     """
     for path, leaf in tree.leaves_with_path(spec, "out_axes"):
         if isinstance(leaf, str) and leaf not in SPECS:
-            raise ValueError(f"{call}: {path}={leaf!r} is unknown.\nGive an int, None, or one of {', '.join(SPECS)}.")
+            raise ValueError(
+                f"{call}: {path}={leaf!r} is unknown.\nGive an int, None, or one of {', '.join(SPECS)}."
+            )
         if isinstance(leaf, bool) or not isinstance(leaf, int | str):
             raise TypeError(
                 f"{call}: {path}={leaf!r} is not a spec.\nGive an int, None, or one of {', '.join(SPECS)}."
             )
-

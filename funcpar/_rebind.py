@@ -50,6 +50,12 @@ def slots_of(value: object) -> Iterator[str]:
                 yield mangled
 
 
+def is_plain(container: Any) -> bool:
+    """Tell whether a container holds numbers, strings and the like only; fast, as vocabularies are long."""
+    plain = PLAIN.issuperset(map(type, container))
+    return plain and (not isinstance(container, dict) or PLAIN.issuperset(map(type, container.values())))
+
+
 def rebind(kept: list[Kept], members: dict[int, Any]) -> None:
     """Put into each `(namespace, key, value, path)` the value with every member of the tree replaced.
 
@@ -104,7 +110,7 @@ class _Search:
             self._refuse_globals(value, path)
 
     def _refuse_globals(self, value: Any, path: str) -> None:
-        if not isinstance(value, types.FunctionType):
+        if type(value) is not types.FunctionType:
             return
         for name in value.__code__.co_names:
             if isinstance(known := value.__globals__.get(name), nn.Module) and id(known) in self.members:
@@ -211,7 +217,7 @@ class _Search:
         try:
             if root in sys.stdlib_module_names and not isinstance(value, _COPIED_STDLIB):
                 raise TypeError(root)
-            make = cls.__new__ if isinstance(value, _COPIED_STDLIB) else object.__new__
+            make: Any = cls.__new__ if isinstance(value, _COPIED_STDLIB) else object.__new__
             new = self.memo[id(value)] = make(cls)
         except TypeError:
             raise TypeError(
@@ -227,6 +233,7 @@ class _Search:
 
 
 _REBUILDERS: list[tuple[type | tuple[type, ...], Callable[[_Search, Any], Any]]] = [
+    (weakref.ProxyTypes, _Search._rebuild_proxy),
     (dict, _Search._rebuild_dict),
     ((list, set, deque), _Search._rebuild_list),
     ((tuple, frozenset), _Search._rebuild_tuple),
@@ -234,7 +241,6 @@ _REBUILDERS: list[tuple[type | tuple[type, ...], Callable[[_Search, Any], Any]]]
     (types.BuiltinMethodType, _Search._rebuild_builtin),
     (functools.partial, _Search._rebuild_partial),
     (weakref.ref, _Search._rebuild_weakref),
-    (weakref.ProxyTypes, _Search._rebuild_proxy),
     (types.FunctionType, _Search._rebuild_function),
 ]
 
@@ -256,16 +262,16 @@ def _referent(proxy: Any) -> Any:
 
 def _children(value: Any, path: str) -> Iterator[tuple[str, Any]]:
     """Iterate over `(step, child)` of what an object refers to, without plain values."""
-    cls = type(value)
-    if cls in PLAIN or isinstance(value, _LEAVES):
+    # No isinstance before the class is known not to be a proxy's: a dead one raises.
+    if type(value) in weakref.ProxyTypes:
+        yield "", _referent(value)
+    elif type(value) in CONTAINERS and is_plain(value):
         return
-    yield from ((step, child) for step, child in _referred(value) if type(child) not in PLAIN)
+    elif type(value) not in PLAIN and not isinstance(value, _LEAVES):
+        yield from ((step, child) for step, child in _referred(value) if type(child) not in PLAIN)
 
 
 def _referred(value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, weakref.ProxyTypes):
-        yield "", _referent(value)
-        return
     if isinstance(value, types.FunctionType):
         yield from _referred_by_function(value)
         return
@@ -280,7 +286,7 @@ def _referred(value: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, dict):
         yield from itertools.chain.from_iterable(
             ((".keys()", key), (f"[{key!r}]" if isinstance(key, str | int) else "[...]", item))
-            for key, item in value.items()
+            for key, item in list(value.items())
         )
     elif isinstance(value, (list, tuple, deque)):
         yield from ((f"[{index}]", item) for index, item in enumerate(value))

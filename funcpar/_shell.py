@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor, maybe_current_level
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+from torch.nn.utils import parametrize
 
-from funcpar._rebind import CONTAINERS, PLAIN, Kept, SlotNamespace, rebind, slots_of
+from funcpar._rebind import CONTAINERS, PLAIN, Kept, SlotNamespace, is_plain, rebind, slots_of
 
 _BASE = frozenset(nn.Module().__dict__)
 _HOOKS = tuple(key for key, value in nn.Module().__dict__.items() if type(value) is OrderedDict)
@@ -53,7 +54,7 @@ class ShellBuffer:
             self.source, self.clone = current.clone(), current
 
     def is_kept(self) -> bool | Tensor:
-        """Tell whether no forward wrote to this buffer or put another in its place; on an accelerator, later."""
+        """Tell whether a forward left this buffer alone; on an accelerator the answer comes later."""
         # The version of a fresh clone is 0.
         if self.owner.get(self.key) is not self.clone or _version(self.clone):
             return False
@@ -211,7 +212,7 @@ class _Builder:
             if key == "_compiled_call_impl":
                 # What Module.compile() made is bound to the original; the shell runs eagerly.
                 del own[key]
-            elif kind in CONTAINERS and PLAIN.issuperset(map(type, value)) and kind is not dict:
+            elif kind in CONTAINERS and is_plain(value):
                 self.members[id(value)] = own[key] = value.copy()
             else:
                 self.pending.append((own, key, value, prefix))
@@ -238,4 +239,11 @@ def make_shell(
     if builder.pending:
         kept = [(own, key, value, builder.path(prefix, key)) for own, key, value, prefix in builder.pending]
         rebind(kept, builder.members)
+    if parametrize._cache_enabled and any(
+        isinstance(m, parametrize.ParametrizationList) for m in shell.modules()
+    ):
+        raise ValueError(
+            f"functionalize: {root} is parametrized, and parametrize.cached() would give every call, in any thread, "
+            "the weights of the first.\nCall it outside of `with parametrize.cached():`."
+        )
     return Shell(shell, builder.names, builder.buffers)

@@ -71,7 +71,9 @@ class Shards:
         rows = [leaves] + [spec_leaves(spec, part, k) for k, part in enumerate(self.parts[1:], 1)]
         for path, leaf in zip(spec.paths("part"), leaves, strict=True):
             if not isinstance(leaf, Tensor):
-                raise TypeError(f"Shards.gather: {path} is a {type(leaf).__name__}, not a tensor.\nUse .parts.")
+                raise TypeError(
+                    f"Shards.gather: {path} is a {type(leaf).__name__}, not a tensor.\nUse .parts."
+                )
             if leaf.dim() == 0:
                 raise ValueError(f"Shards.gather: {path} is 0-d and has no rows to join.\nUse .parts.")
         return tree.unflatten(spec, [torch.cat(column, dim) for column in zip(*rows, strict=True)])

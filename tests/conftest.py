@@ -1,0 +1,27 @@
+"""Fixtures and hypothesis profiles for the whole suite."""
+
+import os
+
+import hypothesis
+import pytest
+import torch
+
+import funcpar as fp
+
+hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, max_examples=60)
+hypothesis.settings.register_profile("thorough", deadline=None, max_examples=2_000)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+@pytest.fixture(params=[1, 2, 3, 4], ids=lambda n: f"cpu{n}")
+def devices(request):
+    """Run the test on 1, 2, 3 and 4 virtual CPU devices."""
+    fp.set_cpu_devices(request.param, threads_per_device=1)
+    return fp.devices()
+
+
+@pytest.fixture(autouse=True)
+def _seeded():
+    """Start every test with four virtual CPU devices and a seed of its own."""
+    torch.manual_seed(0)
+    fp.set_cpu_devices(4, threads_per_device=1)
