@@ -1,16 +1,9 @@
-"""Splitting: from a call's arguments to what each shard gets.
-
-Arguments are bound by the function's signature, so a name and a position mean the same. Every
-leaf gets an axis, an int or None, from ``in_axes``; the mapped ones must agree on their rows; the
-rows are cut into balanced shards.
-"""
+"""in_axes: which leaves of the arguments are split, along which dimension, for how many shards."""
 
 from __future__ import annotations
 
 import enum
-import inspect
 import numbers
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +11,9 @@ import torch
 from torch import Tensor
 
 from funcpar import tree
+from funcpar._binding import Argument, Binder
 from funcpar._devices import Device
+from funcpar._split import Split, cut
 from funcpar._staging import Shards
 
 _SCALARS = (
@@ -26,128 +21,6 @@ _SCALARS = (
     torch.memory_format, torch.SymInt, torch.SymFloat,
 )  # fmt: skip
 _LEAF_SPEC = tree.flatten(object())[1]
-
-
-@dataclass(slots=True)
-class Argument:
-    """One argument of a call: its name for messages, which parameter it is, its value."""
-
-    root: str
-    parameter: str
-    position: int
-    value: Any
-    keyword: str | None = None
-
-
-class Binder:
-    """Names the arguments of a function's calls by its signature."""
-
-    def __init__(self, fun: Callable[..., Any]) -> None:
-        target = fun.forward if isinstance(fun, torch.nn.Module) else fun
-        try:
-            self.signature: inspect.Signature | None = inspect.signature(target)
-        except (TypeError, ValueError):  # A builtin without one.
-            self.signature = None
-        self.parameters = list(self.signature.parameters.values()) if self.signature else []
-        self.simple = self.signature is not None and all(
-            p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD for p in self.parameters
-        )
-
-    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Argument]:
-        """Return the arguments in the order of the parameters.
-
-        Raises:
-            TypeError: The function cannot be called so; the text is Python's.
-        """
-        if self.signature is None:
-            named = [Argument(f"args[{k}]", f"args[{k}]", k, value) for k, value in enumerate(args)]
-            return named + [
-                Argument(key, key, len(args) + k, value, key) for k, (key, value) in enumerate(kwargs.items())
-            ]
-        if self.simple and not kwargs and len(args) <= len(self.parameters):
-            required = [p for p in self.parameters[len(args) :] if p.default is p.empty]
-            if not required:
-                return [
-                    Argument(p.name, p.name, k, value)
-                    for k, (p, value) in enumerate(zip(self.parameters, args, strict=False))
-                ]
-        return self._bind(self.signature.bind(*args, **kwargs).arguments)
-
-    def _bind(self, bound: dict[str, Any]) -> list[Argument]:
-        found: list[Argument] = []
-        gap = False  # After a parameter that was left out, the rest must go by name.
-        for k, p in enumerate(self.parameters):
-            if p.name not in bound:
-                gap = True
-            elif p.kind is p.VAR_POSITIONAL:
-                found += [
-                    Argument(f"{p.name}[{j}]", p.name, k + j, value) for j, value in enumerate(bound[p.name])
-                ]
-            elif p.kind is p.VAR_KEYWORD:
-                found += [
-                    Argument(key, key, k + j, value, key)
-                    for j, (key, value) in enumerate(bound[p.name].items())
-                ]
-            else:
-                by_name = p.kind is p.KEYWORD_ONLY or (gap and p.kind is not p.POSITIONAL_ONLY)
-                found.append(Argument(p.name, p.name, k, bound[p.name], p.name if by_name else None))
-        return found
-
-
-@dataclass(frozen=True, slots=True)
-class Passed:
-    """An output that is a replicated argument: which leaf."""
-
-    place: int
-
-
-@dataclass(slots=True)
-class Split:
-    """What each shard gets.
-
-    Attributes:
-        devices: One per shard.
-        rows: Rows of each shard; None when nothing is mapped.
-        leaves: For each shard the leaves of all arguments.
-        axes: For each leaf the dimension it is split along, or None.
-        arguments: For each argument its keyword (None: positional) and spec.
-    """
-
-    devices: tuple[Device, ...]
-    rows: list[int] | None
-    leaves: list[list[Any]]
-    axes: list[int | None]
-    arguments: list[tuple[str | None, tree.Spec]]
-    whole: list[Any]
-
-    def rebuild(self, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return args and kwargs made of such leaves."""
-        args, kwargs, start = [], {}, 0
-        for keyword, spec in self.arguments:
-            value = tree.unflatten(spec, leaves[start : start + spec.num_leaves])
-            start += spec.num_leaves
-            if keyword is None:
-                args.append(value)
-            else:
-                kwargs[keyword] = value
-        return tuple(args), kwargs
-
-    def marked(self, given: Sequence[Any], out: list[Any]) -> list[Any]:
-        """Put a mark in the place of every output that is a replicated argument itself."""
-        places = {
-            id(leaf): k for k, (leaf, axis) in enumerate(zip(given, self.axes, strict=True))
-            if axis is None and isinstance(leaf, Tensor)
-        }  # fmt: skip
-        return [Passed(places[id(leaf)]) if id(leaf) in places else leaf for leaf in out]
-
-    def unmarked(self, out: Sequence[Any]) -> list[Any]:
-        """Put the caller's own tensors back in the place of marks."""
-        return [self.whole[leaf.place] if isinstance(leaf, Passed) else leaf for leaf in out]
-
-    def undivided(self) -> Split:
-        """Return the same call as one shard."""
-        rows = None if self.rows is None else [sum(self.rows)]
-        return Split(self.devices[:1], rows, [self.whole], self.axes, self.arguments, self.whole)
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +69,7 @@ class InAxes:
             count = max(1, min(len(devices), rows // self.min_rows))
             sizes = [rows // count + (k < rows % count) for k in range(count)]
             devices = devices[:count]
-        return Split(devices, sizes, _cut(leaves, axes, sizes), axes, parts, leaves)
+        return Split(devices, sizes, cut(leaves, axes, sizes), axes, parts, leaves)
 
     def _axes_of(self, argument: Argument, leaves: list[Any], spec: tree.Spec) -> list[int | None]:
         """Return the axis of each leaf: None where it is not split."""
@@ -366,28 +239,6 @@ def _aligned(table: list[tuple[str, ...]]) -> str:
     return "".join(f"\n  {line}" for line in lines) + (f"\n  and {rest} more" if rest > 0 else "")
 
 
-def _cut(leaves: list[Any], axes: list[int | None], sizes: list[int]) -> list[list[Any]]:
-    """Return the leaves of each shard; a leaf that is not split is the same object in all."""
-    shards: list[list[Any]] = [list(leaves) for _ in sizes]
-    if len(sizes) == 1 and not any(isinstance(leaf, Shards) for leaf in leaves):
-        return shards
-    for k, (leaf, axis) in enumerate(zip(leaves, axes, strict=True)):
-        if axis is None:
-            continue
-        if isinstance(leaf, Shards):
-            pieces: Sequence[Any] = leaf.parts
-        elif leaf.requires_grad:
-            pieces = torch.split(leaf, sizes, axis)  # One node, whose backward joins the gradients.
-        else:
-            pieces, start = [], 0
-            for size in sizes:
-                pieces.append(leaf.narrow(axis, start, size))
-                start += size
-        for shard, piece in zip(shards, pieces, strict=True):
-            shard[k] = piece
-    return shards
-
-
 def check_in_axes(call: str, spec: Any, binder: Binder) -> None:
     """Refuse what can never be ``in_axes`` of this function.
 
@@ -420,31 +271,3 @@ def check_in_axes(call: str, spec: Any, binder: Binder) -> None:
             raise TypeError(
                 f"{call}: {path}={leaf!r} is not an axis.\nGive an int (split along it) or None (replicate)."
             )
-
-
-def weights_of(call: str, weight: Callable[..., Any], split: Split) -> list[float]:
-    """Evaluate the user's weight of each shard.
-
-    Raises:
-        TypeError: A weight is not a number.
-        ValueError: A weight is negative, infinite or NaN.
-    """
-    found: list[float] = []
-    with torch.no_grad():
-        for rank, leaves in enumerate(split.leaves):
-            args, kwargs = split.rebuild(leaves)
-            value = weight(*args, **kwargs)
-            if isinstance(value, Tensor) and value.numel() == 1:
-                value = value.item()
-            if not isinstance(value, numbers.Real):
-                raise TypeError(
-                    f"{call}: weight returned a {type(value).__name__} for shard {rank}.\n"
-                    f"Return one number, such as mask.sum()."
-                )
-            if not 0 <= float(value) < float("inf"):
-                raise ValueError(
-                    f"{call}: weight returned {value} for shard {rank}.\n"
-                    f"Return a finite number that is not negative."
-                )
-            found.append(float(value))
-    return found

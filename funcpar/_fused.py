@@ -16,13 +16,14 @@ import torch
 from torch import Tensor
 
 from funcpar import tree
-from funcpar._axes import Split
-from funcpar._call import Frame, call_shards, sum_over_shards
+from funcpar._frame import Frame
 from funcpar._grad import Evaluation, GradientFunction, handled
 from funcpar._graph import Gradient
 from funcpar._group import current
+from funcpar._joint import call_shards, sum_over_shards
 from funcpar._merge import Merge
 from funcpar._reduce import add_up
+from funcpar._split import Split
 
 
 def gradient_within(fun: Callable[..., Any]) -> GradientFunction | None:

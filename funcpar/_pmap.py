@@ -9,13 +9,16 @@ from typing import Any
 from torch import Tensor
 
 from funcpar import tree
-from funcpar._axes import Binder, InAxes, Split, check_in_axes, weights_of
-from funcpar._call import Frame, call_shards
+from funcpar._axes import InAxes, check_in_axes
+from funcpar._binding import Binder
 from funcpar._devices import Device, resolve
+from funcpar._frame import Frame
 from funcpar._fused import Fused, gradient_within, specs_of
 from funcpar._grad import recorded
 from funcpar._group import current
+from funcpar._joint import call_shards
 from funcpar._merge import Merge, check_out_axes
+from funcpar._split import Split, weights_of
 
 
 def pmap(

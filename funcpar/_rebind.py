@@ -3,26 +3,17 @@
 import argparse
 import copy
 import functools
-import gc
-import itertools
-import logging
-import random
 import sys
 import types
 import weakref
-from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-PLAIN = frozenset((
-    bool, int, float, complex, str, bytes, type(None), type(...), type, range,
-    torch.Size, torch.dtype, torch.device, torch.layout, torch.memory_format,
-))  # fmt: skip
-CONTAINERS = frozenset((list, dict, set, deque, OrderedDict, defaultdict, Counter))
-_LEAVES = (type, types.ModuleType, logging.Logger, logging.Handler, random.Random, torch.fx.Graph, Tensor)
+from funcpar._references import CONTAINERS, children, is_empty, referent, slots_of
+
 _COPIED_STDLIB = (types.SimpleNamespace, argparse.Namespace)
 _MOST_OBJECTS = 100_000
 
@@ -38,22 +29,6 @@ class SlotNamespace:
 
 
 Kept = tuple[dict[str, Any] | SlotNamespace, str, Any, str]
-
-
-def slots_of(value: object) -> Iterator[str]:
-    """Iterate over the names of an object's filled `__slots__`."""
-    for cls in type(value).__mro__:
-        names = cls.__dict__.get("__slots__", ())
-        for name in (names,) if isinstance(names, str) else names:
-            mangled = f"_{cls.__name__.lstrip('_')}{name}" if name[:2] == "__" != name[-2:] else name
-            if name not in ("__dict__", "__weakref__") and hasattr(value, mangled):
-                yield mangled
-
-
-def is_plain(container: Any) -> bool:
-    """Tell whether a container holds numbers, strings and the like only; fast, as vocabularies are long."""
-    plain = PLAIN.issuperset(map(type, container))
-    return plain and (not isinstance(container, dict) or PLAIN.issuperset(map(type, container.values())))
 
 
 def rebind(kept: list[Kept], members: dict[int, Any]) -> None:
@@ -104,7 +79,7 @@ class _Search:
             if key in self.members:
                 self.stale.add(key)
                 continue
-            for step, child in _children(value, path):
+            for step, child in children(value, path):
                 self.parents.setdefault(id(child), []).append(key)
                 stack.append((child, path + step))
             self._refuse_globals(value, path)
@@ -186,7 +161,7 @@ class _Search:
         return weakref.ref(self.rebuilt(value()))
 
     def _rebuild_proxy(self, value: Any) -> Any:
-        return weakref.proxy(self.rebuilt(_referent(value)))
+        return weakref.proxy(self.rebuilt(referent(value)))
 
     def _rebuild_function(self, value: types.FunctionType) -> Any:
         if hasattr(value, "_torchdynamo_orig_callable"):
@@ -206,7 +181,7 @@ class _Search:
 
     def _cell(self, cell: types.CellType) -> types.CellType:
         # Cells without a member stay shared, so that a hook's `nonlocal` counter still counts.
-        if _is_empty(cell) or (id(cell.cell_contents) not in self.stale):
+        if is_empty(cell) or (id(cell.cell_contents) not in self.stale):
             return cell
         made: types.CellType = self.memo.setdefault(id(cell), types.CellType())
         return made
@@ -243,70 +218,3 @@ _REBUILDERS: list[tuple[type | tuple[type, ...], Callable[[_Search, Any], Any]]]
     (weakref.ref, _Search._rebuild_weakref),
     (types.FunctionType, _Search._rebuild_function),
 ]
-
-
-def _is_empty(cell: types.CellType) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:
-        return True
-    return False
-
-
-def _referent(proxy: Any) -> Any:
-    try:
-        return proxy.__init__.__self__
-    except ReferenceError:
-        return None
-
-
-def _children(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Iterate over `(step, child)` of what an object refers to, without plain values."""
-    # No isinstance before the class is known not to be a proxy's: a dead one raises.
-    if type(value) in weakref.ProxyTypes:
-        yield "", _referent(value)
-    elif type(value) in CONTAINERS and is_plain(value):
-        return
-    elif type(value) not in PLAIN and not isinstance(value, _LEAVES):
-        yield from ((step, child) for step, child in _referred(value) if type(child) not in PLAIN)
-
-
-def _referred(value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, types.FunctionType):
-        yield from _referred_by_function(value)
-        return
-    if isinstance(value, (types.MethodType, types.BuiltinMethodType)):
-        yield ".__self__", value.__self__
-        yield ".__func__", getattr(value, "__func__", None)
-        return
-    if isinstance(value, functools.partial):
-        yield from ((".func", value.func), (".args", value.args), (".keywords", value.keywords))
-    elif isinstance(value, weakref.ref):
-        yield "()", value()
-    elif isinstance(value, dict):
-        yield from itertools.chain.from_iterable(
-            ((".keys()", key), (f"[{key!r}]" if isinstance(key, str | int) else "[...]", item))
-            for key, item in list(value.items())
-        )
-    elif isinstance(value, (list, tuple, deque)):
-        yield from ((f"[{index}]", item) for index, item in enumerate(value))
-    elif isinstance(value, (set, frozenset)):
-        yield from (("{...}", item) for item in value)
-    elif not hasattr(value, "__dict__"):
-        kinds = (nn.Module, Tensor, types.MethodType)
-        yield from (("", item) for item in gc.get_referents(value) if isinstance(item, kinds))
-    yield from ((f".{name}", getattr(value, name)) for name in slots_of(value))
-    if hasattr(value, "__dict__"):
-        yield from ((f".{name}", item) for name, item in value.__dict__.items())
-
-
-def _referred_by_function(value: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    if hasattr(value, "_torchdynamo_orig_callable"):
-        yield "", value._torchdynamo_orig_callable
-        return
-    for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
-        if not _is_empty(cell):
-            yield f" (its {name!r})", cell.cell_contents
-    yield from ((" (a default)", item) for item in value.__defaults__ or ())
-    yield from ((" (a default)", item) for item in (value.__kwdefaults__ or {}).values())
-    yield from ((f".{name}", item) for name, item in value.__dict__.items())

@@ -11,7 +11,8 @@ from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor, mayb
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.nn.utils import parametrize
 
-from funcpar._rebind import CONTAINERS, PLAIN, Kept, SlotNamespace, is_plain, rebind, slots_of
+from funcpar._rebind import Kept, SlotNamespace, rebind
+from funcpar._references import CONTAINERS, PLAIN, is_plain, slots_of
 
 _BASE = frozenset(nn.Module().__dict__)
 _HOOKS = tuple(key for key, value in nn.Module().__dict__.items() if type(value) is OrderedDict)
@@ -243,7 +244,7 @@ def make_shell(
         isinstance(m, parametrize.ParametrizationList) for m in shell.modules()
     ):
         raise ValueError(
-            f"functionalize: {root} is parametrized, and parametrize.cached() would give every call, in any thread, "
-            "the weights of the first.\nCall it outside of `with parametrize.cached():`."
+            f"functionalize: {root} is parametrized, and parametrize.cached() would give every call, in any "
+            "thread, the weights of the first.\nCall it outside of `with parametrize.cached():`."
         )
     return Shell(shell, builder.names, builder.buffers)

@@ -1,0 +1,81 @@
+"""Calls: what pmap itself costs, seen with functions that do next to nothing."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import funcpar as fp
+from benchmarks.measure import Effort, Run, take_turns, timed
+
+LEAVES = (10, 300)
+DEVICES = (1, 2, 4)
+ROWS = 8
+
+
+def nothing(params: list[Tensor], batch: Tensor) -> None:
+    """Return nothing."""
+
+
+def constant(params: list[Tensor], batch: Tensor) -> float:
+    """Return a number, which must be equal on all shards."""
+    return 1.0
+
+
+@fp.value_and_grad
+def gradient(params: list[Tensor], batch: Tensor) -> Tensor:
+    """Return a gradient that every leaf has a part in, by two ops."""
+    return torch.stack(params).sum()
+
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {"nothing": nothing, "constant": constant, "gradient": gradient}
+
+
+def measure_calls(effort: Effort, on_turn: Callable[[str], object]) -> tuple[list[dict[str, Any]], float]:
+    """Return one record per function, number of leaves and number of devices, and the load by others."""
+    fp.set_cpu_devices(max(DEVICES), threads_per_device=1)
+    runs = {
+        f"{name} {leaves} {devices}": _run(fun, leaves, devices)
+        for name, fun in FUNCTIONS.items()
+        for leaves in LEAVES
+        for devices in (0, *DEVICES)
+    }
+    rounds = take_turns(runs, effort, on_turn)
+    found = {key: 1e6 * statistics.median(times) for key, times in rounds.seconds.items()}
+    records = []
+    for name in FUNCTIONS:
+        for devices in DEVICES:
+            plain = {leaves: found[f"{name} {leaves} 0"] for leaves in LEAVES}
+            mapped = {leaves: found[f"{name} {leaves} {devices}"] for leaves in LEAVES}
+            few, many = LEAVES
+            own = {leaves: mapped[leaves] - plain[leaves] for leaves in LEAVES}
+            records += [
+                {
+                    "function": name,
+                    "leaves": leaves,
+                    "devices": devices,
+                    "plain_us": plain[leaves],
+                    "pmap_us": mapped[leaves],
+                    "own_us": own[leaves],
+                    "own_us_per_further_leaf": (own[many] - own[few]) / (many - few),
+                }
+                for leaves in LEAVES
+            ]
+    return records, statistics.median(rounds.loads)
+
+
+def num_turns(effort: Effort) -> int:
+    """Return how many turns ``measure_calls`` takes at most."""
+    return effort.most_rounds * len(FUNCTIONS) * len(LEAVES) * (1 + len(DEVICES))
+
+
+def _run(fun: Callable[..., Any], leaves: int, devices: int) -> Run:
+    """Make a run of calls; no devices means the plain function."""
+    params = [torch.ones(()) for _ in range(leaves)]
+    batch = torch.ones(ROWS, 1)
+    call = fp.pmap(fun, devices=devices) if devices else fun
+    return timed(lambda: call(params, batch))

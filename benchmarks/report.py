@@ -1,0 +1,100 @@
+"""Reports: the tables that people read, and the file that programs read."""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.contenders import BUSY_IDEAL, EAGER, IDEAL
+from benchmarks.measure import Rounds, ratio
+from benchmarks.models import Model
+
+
+def describe_machine() -> dict[str, Any]:
+    """Return what the figures depend on."""
+    return {
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
+
+
+def summarize_steps(rounds: Rounds) -> dict[str, dict[str, float]]:
+    """Return for each contender its median and its ratios to the ideals and to plain eager."""
+    found = rounds.seconds
+    summary = {}
+    for name, times in found.items():
+        summary[name] = {
+            "median_ms": 1e3 * statistics.median(times),
+            "fastest_ms": 1e3 * min(times),
+            "over_ideal": ratio(times, found[IDEAL]),
+            "over_busy_ideal": ratio(times, found[BUSY_IDEAL]),
+            "speedup_over_eager": ratio(found[EAGER], times),
+        }
+    return summary
+
+
+def step_table(model: Model, summary: dict[str, dict[str, float]], devices: int, load: float) -> str:
+    """Return the table of one model's training step."""
+    rows = [
+        (
+            name,
+            f"{each['median_ms']:.3g}",
+            f"{each['over_ideal']:.2f}",
+            f"{each['over_busy_ideal']:.2f}",
+            f"{each['speedup_over_eager']:.2f}",
+        )
+        for name, each in summary.items()
+    ]
+    head = ("training step", "ms", "over ideal", "over busy ideal", "speedup")
+    title = f"{model.title}; {devices} devices; others used {load:.0%} of the machine"
+    return f"{title}\n\n{_table(head, rows)}"
+
+
+def call_table(records: Sequence[dict[str, Any]], load: float) -> str:
+    """Return the table of what a call costs."""
+    rows = [
+        (
+            each["function"],
+            str(each["leaves"]),
+            str(each["devices"]),
+            f"{each['plain_us']:.1f}",
+            f"{each['pmap_us']:.1f}",
+            f"{each['own_us']:.1f}",
+            f"{each['own_us_per_further_leaf']:.2f}",
+        )
+        for each in records
+    ]
+    head = ("function", "leaves", "devices", "plain us", "pmap us", "own us", "own us per further leaf")
+    title = f"a call of a function that does next to nothing; others used {load:.0%} of the machine"
+    return f"{title}\n\n{_table(head, rows)}"
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Lay a table out as Markdown, so that it can be pasted."""
+    lines = [head, *rows]
+    widths = [max(len(line[k]) for line in lines) for k in range(len(head))]
+    rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
+    aligned = [
+        [
+            line[0].ljust(widths[0]),
+            *(cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True)),
+        ]
+        for line in (head, rule, *rows)
+    ]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in aligned)

@@ -1,0 +1,215 @@
+"""One differentiable function out of R graphs, each made and run backward in its own worker.
+
+With plain autograd outside, every shard computes on stand-ins: detached leaves of its own. Its
+graph stays where it was made, and one autograd Function joins the R graphs to the caller's. The
+backward of that Function runs each shard's backward in that shard's worker; asked for a graph of
+its own (``create_graph``), it joins the R graphs of the gradients in the same way, to any order.
+
+Under a torch.func transform or a dual level nothing is detached or joined: the workers have the
+caller's levels, and build the caller's own graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from funcpar._frame import Frame
+from funcpar._graph import Gradient, closed_over, owned
+from funcpar._group import Call, current
+from funcpar._reduce import add_up, reduce_share
+from funcpar._world import is_transformed
+
+Leafwise: TypeAlias = Callable[[list[Any]], list[Any]]
+
+
+@dataclass(slots=True)
+class Piece:
+    """One shard's part of a joint graph: ``outs`` depend on ``ins`` in a graph of that shard.
+
+    ``ins[k]`` is a stand-in for ``sources[which[k]]`` of the joint graph, or that tensor itself.
+    """
+
+    outs: list[Tensor]
+    ins: list[Tensor]
+    which: list[int]
+    closed_over: list[Tensor]
+
+
+class _Sources:
+    """The tensors that a joint graph starts from, each once."""
+
+    def __init__(self, tensors: Iterable[Tensor] = ()) -> None:
+        self.tensors = list(tensors)
+        self._index = {id(tensor): k for k, tensor in enumerate(self.tensors)}
+
+    def index(self, tensor: Tensor) -> int:
+        """Return the position of a tensor, at the end if it is new."""
+        k = self._index.setdefault(id(tensor), len(self.tensors))
+        if k == len(self.tensors):
+            self.tensors.append(tensor)
+        return k
+
+
+def call_shards(frame: Frame, bodies: Sequence[Leafwise], inputs: Sequence[list[Any]]) -> list[list[Any]]:
+    """Run ``bodies[i](inputs[i])`` as shard i: lists of leaves to lists of leaves, differentiable."""
+    if len(bodies) == 1 or not torch.is_grad_enabled() or is_transformed():
+        return frame.run([partial(body, leaves) for body, leaves in zip(bodies, inputs, strict=True)])
+    return _call_joined(frame, bodies, inputs, _Sources(), [None] * len(bodies))
+
+
+def _call_joined(
+    frame: Frame,
+    bodies: Sequence[Leafwise],
+    inputs: Sequence[list[Any]],
+    sources: _Sources,
+    before: Sequence[Piece | None],
+) -> list[list[Any]]:
+    """Run the bodies on stand-ins, and make what they return part of the caller's graph.
+
+    ``before`` are the pieces that the bodies reach into: a gradient depends on what the forward
+    depended on.
+    """
+    places = [
+        {k: sources.index(leaf) for k, leaf in enumerate(leaves) if _needs_gradient(leaf)}
+        for leaves in inputs
+    ]
+    answers = frame.run(
+        [partial(_on_stand_ins, *each) for each in zip(bodies, inputs, places, before, strict=True)]
+    )
+    pieces = [piece for _, piece in answers]
+    for piece in pieces:
+        piece.which += [sources.index(leaf) for leaf in piece.closed_over]
+        piece.ins += piece.closed_over
+    if not any(piece.outs for piece in pieces):
+        return [answer for answer, _ in answers]
+    joined = iter(_Joint.apply(_Graphs(frame, pieces, sources), *sources.tensors))
+    return [[next(joined) if _needs_gradient(leaf) else leaf for leaf in answer] for answer, _ in answers]
+
+
+def _on_stand_ins(
+    body: Leafwise, leaves: list[Any], places: dict[int, int], before: Piece | None
+) -> tuple[list[Any], Piece]:
+    """Run one body on stand-ins for the leaves at ``places``, in a shard, and keep its graph."""
+    stands: dict[int, Tensor] = {}
+    given = list(leaves)
+    for k, source in places.items():
+        if source not in stands:
+            stands[source] = leaves[k].detach().requires_grad_()
+        given[k] = stands[source]
+    answer = body(given)
+    outs = [leaf for leaf in answer if _needs_gradient(leaf)]
+    ins, which = list(stands.values()), list(stands)
+    if before is not None:
+        ins, which = ins + before.ins, which + before.which
+    return answer, Piece(outs, ins, which, closed_over(outs, ins))
+
+
+def _needs_gradient(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.requires_grad
+
+
+class _Joint(torch.autograd.Function):
+    """What the shards returned, as a function of the sources."""
+
+    @staticmethod
+    def forward(ctx: Any, graphs: _Graphs, *sources: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.graphs = graphs
+        return tuple(out.detach() for piece in graphs.pieces for out in piece.outs)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Gradient) -> tuple[Gradient, ...]:
+        graphs: _Graphs = ctx.graphs
+        flat = iter(cotangents)
+        per_shard = [[next(flat) for _ in piece.outs] for piece in graphs.pieces]
+        return (None, *graphs.pull(per_shard, ctx.needs_input_grad[1:]))
+
+
+class _Graphs:
+    """The graphs of all shards of one call, and how to run their backward."""
+
+    def __init__(self, frame: Frame, pieces: list[Piece], sources: _Sources) -> None:
+        self.frame = frame
+        self.pieces = pieces
+        self.sources = sources.tensors
+
+    def pull(self, cotangents: list[list[Gradient]], wanted: Sequence[bool]) -> list[Gradient]:
+        """Return the gradient of each wanted source: the sum over shards, in rank order."""
+        if torch.is_grad_enabled():
+            return self._pull_joined(cotangents, wanted)
+        totals: dict[int, Gradient] = {}
+        keep = torch._C._autograd._get_current_graph_task_keep_graph()
+
+        def backward(piece: Piece, given: list[Gradient]) -> None:
+            row: list[Gradient] = [None] * len(wanted)
+            # Upstream of a closed-over tensor the graph may be shared with other shards and with
+            # the caller, so it must outlive this backward.
+            _pull_piece(piece, wanted, row, given, keep or bool(piece.closed_over), create=False)
+            sum_over_shards(row, totals)
+
+        self.frame.run([partial(backward, *each) for each in zip(self.pieces, cotangents, strict=True)])
+        return [totals.get(k) for k in range(len(wanted))]
+
+    def _pull_joined(self, cotangents: list[list[Gradient]], wanted: Sequence[bool]) -> list[Gradient]:
+        """The same, as part of a graph that leads to the sources and the cotangents."""
+        if is_transformed():
+            raise RuntimeError(
+                f"{self.frame.where}: a second derivative through a vmapped backward (is_grads_batched, "
+                f"vectorize=True) is not supported.\nUse torch.func or fp.grad around the pmapped function."
+            )
+
+        def backward(piece: Piece, given: list[Gradient]) -> list[Gradient]:
+            row: list[Gradient] = [None] * len(wanted)
+            _pull_piece(piece, wanted, row, given, keep=True, create=True)
+            return row
+
+        bodies = [partial(backward, piece) for piece in self.pieces]
+        rows = _call_joined(self.frame, bodies, cotangents, _Sources(self.sources), self.pieces)
+        return [add_up([row[k] for row in rows]) for k in range(len(wanted))]
+
+
+def _pull_piece(
+    piece: Piece, wanted: Sequence[bool], row: list[Gradient], given: list[Gradient], keep: bool, create: bool
+) -> None:
+    """Run one shard's backward; write the gradients of the wanted sources into ``row``."""
+    pairs = [
+        (out, cotangent) for out, cotangent in zip(piece.outs, given, strict=True) if cotangent is not None
+    ]
+    asked = [k for k, which in enumerate(piece.which) if wanted[which]]
+    if not pairs or not asked:
+        return
+    grads = torch.autograd.grad(
+        [out for out, _ in pairs],
+        [piece.ins[k] for k in asked],
+        [cotangent for _, cotangent in pairs],
+        retain_graph=keep,
+        create_graph=create,
+        allow_unused=True,
+    )
+    for k, grad in zip(asked, grads, strict=True):
+        which = piece.which[k]  # Twice the same where a function takes a tensor and closes over it.
+        row[which] = grad if row[which] is None else add_up([row[which], grad])
+
+
+def sum_over_shards(row: list[Gradient], totals: dict[int, Gradient], ready: bool = True) -> bool:
+    """Bring this shard's gradients, and do this worker's share of the sums into ``totals``.
+
+    Nothing is summed, and False returned, unless all shards are ready.
+    """
+    shard = current()
+    assert shard is not None
+    if shard.group.serial:
+        totals.update({k: add_up([totals.get(k), grad]) for k, grad in enumerate(row)})
+        return True
+    reusable = owned(row) if shard.rank == 0 else []
+    brought = shard.group.exchange(shard.rank, Call("the sum of gradients", None, ""), (row, reusable, ready))
+    if not all(theirs for _, _, theirs in brought):
+        return False
+    reduce_share([theirs for theirs, _, _ in brought], brought[0][1], shard.rank, totals)
+    return True

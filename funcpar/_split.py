@@ -1,0 +1,121 @@
+"""What each shard gets: the leaves of all arguments, the split ones cut into balanced rows."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from funcpar import tree
+from funcpar._devices import Device
+from funcpar._staging import Shards
+
+
+@dataclass(frozen=True, slots=True)
+class Passed:
+    """An output that is a replicated argument: which leaf."""
+
+    place: int
+
+
+@dataclass(slots=True)
+class Split:
+    """What each shard gets.
+
+    Attributes:
+        devices: One per shard.
+        rows: Rows of each shard; None when nothing is mapped.
+        leaves: For each shard the leaves of all arguments.
+        axes: For each leaf the dimension it is split along, or None.
+        arguments: For each argument its keyword (None: positional) and spec.
+    """
+
+    devices: tuple[Device, ...]
+    rows: list[int] | None
+    leaves: list[list[Any]]
+    axes: list[int | None]
+    arguments: list[tuple[str | None, tree.Spec]]
+    whole: list[Any]
+
+    def rebuild(self, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return args and kwargs made of such leaves."""
+        args, kwargs, start = [], {}, 0
+        for keyword, spec in self.arguments:
+            value = tree.unflatten(spec, leaves[start : start + spec.num_leaves])
+            start += spec.num_leaves
+            if keyword is None:
+                args.append(value)
+            else:
+                kwargs[keyword] = value
+        return tuple(args), kwargs
+
+    def marked(self, given: Sequence[Any], out: list[Any]) -> list[Any]:
+        """Put a mark in the place of every output that is a replicated argument itself."""
+        places = {
+            id(leaf): k for k, (leaf, axis) in enumerate(zip(given, self.axes, strict=True))
+            if axis is None and isinstance(leaf, Tensor)
+        }  # fmt: skip
+        return [Passed(places[id(leaf)]) if id(leaf) in places else leaf for leaf in out]
+
+    def unmarked(self, out: Sequence[Any]) -> list[Any]:
+        """Put the caller's own tensors back in the place of marks."""
+        return [self.whole[leaf.place] if isinstance(leaf, Passed) else leaf for leaf in out]
+
+    def undivided(self) -> Split:
+        """Return the same call as one shard."""
+        rows = None if self.rows is None else [sum(self.rows)]
+        return Split(self.devices[:1], rows, [self.whole], self.axes, self.arguments, self.whole)
+
+
+def cut(leaves: list[Any], axes: list[int | None], sizes: list[int]) -> list[list[Any]]:
+    """Return the leaves of each shard; a leaf that is not split is the same object in all."""
+    shards: list[list[Any]] = [list(leaves) for _ in sizes]
+    if len(sizes) == 1 and not any(isinstance(leaf, Shards) for leaf in leaves):
+        return shards
+    for k, (leaf, axis) in enumerate(zip(leaves, axes, strict=True)):
+        if axis is None:
+            continue
+        if isinstance(leaf, Shards):
+            pieces: Sequence[Any] = leaf.parts
+        elif leaf.requires_grad:
+            pieces = torch.split(leaf, sizes, axis)  # One node, whose backward joins the gradients.
+        else:
+            pieces, start = [], 0
+            for size in sizes:
+                pieces.append(leaf.narrow(axis, start, size))
+                start += size
+        for shard, piece in zip(shards, pieces, strict=True):
+            shard[k] = piece
+    return shards
+
+
+def weights_of(call: str, weight: Callable[..., Any], split: Split) -> list[float]:
+    """Evaluate the user's weight of each shard.
+
+    Raises:
+        TypeError: A weight is not a number.
+        ValueError: A weight is negative, infinite or NaN.
+    """
+    found: list[float] = []
+    with torch.no_grad():
+        for rank, leaves in enumerate(split.leaves):
+            args, kwargs = split.rebuild(leaves)
+            value = weight(*args, **kwargs)
+            if isinstance(value, Tensor) and value.numel() == 1:
+                value = value.item()
+            if not isinstance(value, numbers.Real):
+                raise TypeError(
+                    f"{call}: weight returned a {type(value).__name__} for shard {rank}.\n"
+                    f"Return one number, such as mask.sum()."
+                )
+            if not 0 <= float(value) < float("inf"):
+                raise ValueError(
+                    f"{call}: weight returned {value} for shard {rank}.\n"
+                    f"Return a finite number that is not negative."
+                )
+            found.append(float(value))
+    return found

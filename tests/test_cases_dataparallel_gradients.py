@@ -1,0 +1,1 @@
+"""What went wrong with DataParallel in backward and in the surroundings of a call."""
