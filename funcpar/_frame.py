@@ -11,6 +11,7 @@ from funcpar._devices import Device
 from funcpar._errors import ShardAborted
 from funcpar._group import Group, Shard, current, entered
 from funcpar._workers import Outcome, run
+from funcpar._world import is_transformed, num_levels
 
 Body: TypeAlias = Callable[[], Any]
 
@@ -41,7 +42,8 @@ class Frame:
         """
         size = len(bodies)
         inside = current() is not None
-        group = Group(self.axis, size, self.weights, serial=inside and size > 1)
+        levels = num_levels() if is_transformed() else None
+        group = Group(self.axis, size, self.weights, serial=inside and size > 1, levels=levels)
         shards = [Shard(group, rank, device) for rank, device in enumerate(self.devices)]
         if size == 1 or inside:
             outcomes = [self._here(body, shard) for body, shard in zip(bodies, shards, strict=True)]

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from funcpar import tree
-from funcpar._graph import Gradient, closed_over, own_all
+from funcpar._exchange import complete, keep, recording
+from funcpar._graph import ROOT, Gradient, closed_over, own_all
 from funcpar._world import in_dual_level, in_torch_func
 
 Handler: TypeAlias = Callable[["GradientFunction", tuple[Any, ...], dict[str, Any]], Any]
@@ -129,12 +130,8 @@ class GradientFunction:
             return self._split(self.fun(*new_args, **new_kwargs))
 
         inputs = [leaves[k] for k in chosen]
-        some: list[Gradient] = [None] * len(chosen)
-        if seed == 0.0:  # What does not count has no gradient: 0 times 0/0 would be NaN.
-            value, aux = call(*inputs)
-        else:
-            differentiate = _by_torch_func if in_torch_func() else _by_autograd
-            value, aux, some = differentiate(call, inputs, seed)
+        differentiate = _by_torch_func if in_torch_func() else _by_autograd
+        value, aux, some = differentiate(call, inputs, seed)
         grads: list[Gradient] = [None] * len(leaves)
         for k, grad in zip(chosen, some, strict=True):
             grads[k] = grad
@@ -251,23 +248,41 @@ def _by_autograd(
     outer = torch.is_grad_enabled()
     dual = in_dual_level()
     joined = dual or (outer and any(leaf.requires_grad for leaf in leaves))
-    with _recording():
+    with _recorded_graph(), recording() as tokens:
         stands = [_stand_in(leaf, joined, dual) for leaf in leaves]
         value, aux = call(*stands)
-        grads: list[Gradient] = [None] * len(stands)
         joined = joined or (outer and value.requires_grad and bool(closed_over([value], stands)))
-        if value.requires_grad and stands:
-            start = None if seed is None else torch.full_like(value.detach(), seed)
-            grads = list(torch.autograd.grad(value, stands, start, create_graph=joined, allow_unused=True))
+        grads = _backward(value, stands, seed, tokens, joined)
     if joined:
+        keep(tokens)
         return value, aux, grads
     return value.detach(), tree.map(_detached, aux), grads
+
+
+def _backward(
+    value: Tensor, stands: list[Tensor], seed: float | None, tokens: list[Gradient], joined: bool
+) -> list[Gradient]:
+    # What does not count has no gradient: 0 times 0/0 would be NaN.
+    starts = [value] if value.requires_grad and seed != 0.0 else []
+    seeds = [torch.ones_like(value) if seed is None else torch.full_like(value, seed) for value in starts]
+    for token in complete(starts, tokens):
+        starts.append(token)
+        seeds.append(torch.zeros_like(token))
+    if not starts or not stands:
+        return [None] * len(stands)
+    ins = [*stands, ROOT] if tokens else stands
+    return list(torch.autograd.grad(starts, ins, seeds, create_graph=joined, allow_unused=True))[
+        : len(stands)
+    ]
 
 
 def _by_torch_func(
     call: Callable[..., tuple[Tensor, Any]], leaves: list[Tensor], seed: float | None
 ) -> tuple[Tensor, Any, list[Gradient]]:
     rest: list[Any] = []
+
+    if seed == 0.0:
+        return *call(*leaves), [None] * len(leaves)
 
     def flat(*stands: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         value, aux = call(*stands)
@@ -295,7 +310,7 @@ def _stand_in(leaf: Tensor, joined: bool, dual: bool) -> Tensor:
 
 
 @contextlib.contextmanager
-def _recording() -> Iterator[None]:
+def _recorded_graph() -> Iterator[None]:
     """Record a graph, whatever the caller's mode."""
     with torch.inference_mode(False), torch.enable_grad():
         yield

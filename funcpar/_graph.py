@@ -4,12 +4,30 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 Gradient: TypeAlias = Tensor | None
+
+# A leaf under every exchange between shards, so that a backward can be made to run it.
+ROOT = torch.zeros((), requires_grad=True)
+
+
+def reach(outs: Sequence[Tensor]) -> tuple[set[Any], list[Tensor]]:
+    """Return the nodes and the leaves of the graph that ``outs`` are made by."""
+    nodes = [out.grad_fn for out in outs if out.grad_fn is not None]
+    leaves = [out for out in outs if out.requires_grad and out.grad_fn is None]
+    seen: set[Any] = set(nodes)
+    while nodes:
+        for node, _ in nodes.pop().next_functions:
+            if node is not None and node not in seen:
+                seen.add(node)
+                nodes.append(node)
+                if not node.next_functions and hasattr(node, "variable"):
+                    leaves.append(node.variable)
+    return seen, leaves
 
 
 def closed_over(outs: Sequence[Tensor], ins: Sequence[Tensor]) -> list[Tensor]:
@@ -18,18 +36,8 @@ def closed_over(outs: Sequence[Tensor], ins: Sequence[Tensor]) -> list[Tensor]:
     Raises:
         ValueError: Such a leaf has a hook, which would run once in a shard and once outside.
     """
-    nodes = [out.grad_fn for out in outs if out.grad_fn is not None]
-    leaves = [out for out in outs if out.requires_grad and out.grad_fn is None]
-    seen = set(nodes)
-    while nodes:
-        for node, _ in nodes.pop().next_functions:
-            if node is not None and node not in seen:
-                seen.add(node)
-                nodes.append(node)
-                if not node.next_functions and hasattr(node, "variable"):
-                    leaves.append(node.variable)
-    mine = {id(tensor) for tensor in ins}
-    found = list({id(leaf): leaf for leaf in leaves if id(leaf) not in mine}.values())
+    mine = {id(tensor) for tensor in ins} | {id(ROOT)}
+    found = list({id(leaf): leaf for leaf in reach(outs)[1] if id(leaf) not in mine}.values())
     for leaf in found:
         if leaf._backward_hooks:
             raise ValueError(

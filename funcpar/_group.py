@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from funcpar._devices import Device
-from funcpar._errors import CollectiveTimeoutError, ReplicaMismatchError, ShardAborted
+from funcpar._errors import CollectiveTimeoutError, ReplicaMismatchError, ShardAborted, UnboundAxisError
 
 _PACKAGE = str(Path(__file__).parent)
 
@@ -62,18 +62,24 @@ class Group:
         name: The axis name, None if it was given none.
         size: Number of shards.
         weights: Weight of each shard in every mean.
-        met: Whether the user's code exchanged anything.
         serial: The shards run one after another in one thread, so they cannot meet.
+        levels: How many torch.func transforms surround the call; None if it is not transformed, nor
+            under a dual level. If it is, the shards share the caller's graph.
     """
 
     def __init__(
-        self, name: Hashable, size: int, weights: Sequence[float] | None = None, serial: bool = False
+        self,
+        name: Hashable,
+        size: int,
+        weights: Sequence[float] | None = None,
+        serial: bool = False,
+        levels: int | None = None,
     ) -> None:
         self.name = name
         self.size = size
         self.weights = weights
-        self.met = False
         self.serial = serial
+        self.levels = levels
         self._lock = _thread.allocate_lock()
         self._waiting: dict[int, tuple[Call, Any]] = {}
         self._returned: set[int] = set()
@@ -217,6 +223,28 @@ def current() -> Shard | None:
     """Return the innermost shard that the current code runs in."""
     shards = _live.get()
     return shards[-1] if shards else None
+
+
+def find(axis: Hashable, call: str) -> Shard:
+    """Return the innermost shard whose axis has this name; None names the innermost axis.
+
+    Raises:
+        UnboundAxisError: There is none.
+    """
+    for shard in reversed(_live.get()):
+        if axis is None or shard.group.name == axis:
+            return shard
+    names = [repr(shard.group.name) for shard in _live.get() if shard.group.name is not None]
+    if axis is None or not _live.get():
+        wanted = "an axis" if axis is None else f"axis {axis!r}"
+        raise UnboundAxisError(
+            f"{call}: {wanted} is needed, and the call is made outside of every pmap.\n"
+            f"Call it in a function that is mapped with fp.pmap(fun, axis_name)."
+        )
+    raise UnboundAxisError(
+        f"{call}: axis {axis!r} is not bound here; the live axes are {', '.join(names) or 'unnamed'}.\n"
+        f"Name one of those, leave the name out for the innermost, or map with axis_name={axis!r}."
+    )
 
 
 class entered:

@@ -19,8 +19,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from funcpar._exchange import complete, recording
 from funcpar._frame import Frame
-from funcpar._graph import Gradient, closed_over, owned
+from funcpar._graph import ROOT, Gradient, closed_over, owned
 from funcpar._group import Call, current
 from funcpar._reduce import add_up, reduce_share
 from funcpar._world import is_transformed
@@ -33,12 +34,14 @@ class Piece:
     """One shard's part of a joint graph: ``outs`` depend on ``ins`` in a graph of that shard.
 
     ``ins[k]`` is a stand-in for ``sources[which[k]]`` of the joint graph, or that tensor itself.
+    ``tokens`` are those of the exchanges between shards that the graph contains.
     """
 
     outs: list[Tensor]
     ins: list[Tensor]
     which: list[int]
     closed_over: list[Tensor]
+    tokens: list[Gradient]
 
 
 class _Sources:
@@ -102,12 +105,13 @@ def _on_stand_ins(
         if source not in stands:
             stands[source] = leaves[k].detach().requires_grad_()
         given[k] = stands[source]
-    answer = body(given)
+    with recording() as tokens:
+        answer = body(given)
     outs = [leaf for leaf in answer if _needs_gradient(leaf)]
     ins, which = list(stands.values()), list(stands)
     if before is not None:
-        ins, which = ins + before.ins, which + before.which
-    return answer, Piece(outs, ins, which, closed_over(outs, ins))
+        ins, which, tokens = ins + before.ins, which + before.which, before.tokens + tokens
+    return answer, Piece(outs, ins, which, closed_over(outs, ins), tokens)
 
 
 def _needs_gradient(leaf: Any) -> bool:
@@ -150,7 +154,7 @@ class _Graphs:
             row: list[Gradient] = [None] * len(wanted)
             # Upstream of a closed-over tensor the graph may be shared with other shards and with
             # the caller, so it must outlive this backward.
-            _pull_piece(piece, wanted, row, given, keep or bool(piece.closed_over), create=False)
+            _pull_piece(piece, wanted, row, given, keep=keep or bool(piece.closed_over), create=False)
             sum_over_shards(row, totals)
 
         self.frame.run([partial(backward, *each) for each in zip(self.pieces, cotangents, strict=True)])
@@ -175,24 +179,32 @@ class _Graphs:
 
 
 def _pull_piece(
-    piece: Piece, wanted: Sequence[bool], row: list[Gradient], given: list[Gradient], keep: bool, create: bool
+    piece: Piece,
+    wanted: Sequence[bool],
+    row: list[Gradient],
+    given: list[Gradient],
+    *,
+    keep: bool,
+    create: bool,
 ) -> None:
     """Run one shard's backward; write the gradients of the wanted sources into ``row``."""
     pairs = [
         (out, cotangent) for out, cotangent in zip(piece.outs, given, strict=True) if cotangent is not None
     ]
+    pairs += [(token, torch.zeros_like(token)) for token in complete([out for out, _ in pairs], piece.tokens)]
     asked = [k for k, which in enumerate(piece.which) if wanted[which]]
-    if not pairs or not asked:
+    ins = [piece.ins[k] for k in asked] + [ROOT] * bool(piece.tokens)
+    if not pairs or not ins:
         return
     grads = torch.autograd.grad(
         [out for out, _ in pairs],
-        [piece.ins[k] for k in asked],
+        ins,
         [cotangent for _, cotangent in pairs],
         retain_graph=keep,
         create_graph=create,
         allow_unused=True,
     )
-    for k, grad in zip(asked, grads, strict=True):
+    for k, grad in zip(asked, grads, strict=False):
         which = piece.which[k]  # Twice the same where a function takes a tensor and closes over it.
         row[which] = grad if row[which] is None else add_up([row[which], grad])
 

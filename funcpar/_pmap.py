@@ -117,6 +117,7 @@ def pmap(
     def pmapped(*args: Any, **kwargs: Any) -> Any:
         return mapped(args, kwargs)
 
+    pmapped.__funcpar_call__ = call  # type: ignore[attr-defined]
     return pmapped
 
 

@@ -109,6 +109,17 @@ def is_transformed() -> bool:
     return in_torch_func() or in_dual_level()
 
 
+def num_levels() -> int:
+    """Return how many torch.func transforms are active here."""
+    return 0 if _functorch.peek_interpreter_stack() is None else len(_functorch.get_interpreter_stack())
+
+
+def differentiates_above(levels: int) -> bool:
+    """Tell whether a transform that was entered after the first ``levels`` ones takes a derivative."""
+    stack = _functorch.get_interpreter_stack() or []
+    return any(layer.key() != _functorch.TransformType.Vmap for layer in stack[levels:])
+
+
 def _torch_func_levels() -> list[Any]:
     levels: list[Any] = []
     while _functorch.peek_interpreter_stack() is not None:

@@ -88,7 +88,7 @@ def test_fewer_rows_than_devices_is_silent_and_can_be_seen():  # DP-06
 def test_one_shard_goes_the_way_of_several(devices, rows):  # DP-07
     def fun(w, batch):
         assert torch.is_grad_enabled()
-        return {"out": batch["x"] @ w, "loss": (batch["x"] @ w).square().mean(), "kind": "mse"}
+        return {"out": batch["x"] @ w, "loss": (batch["x"] @ w).square().mean(), "kind": 1}
 
     w, batch = rand(3).requires_grad_(), {"x": rand(rows, 3)}
     got, expected = fp.pmap(fun)(w, batch), fun(w, batch)
@@ -115,7 +115,9 @@ def test_an_output_can_be_written_to_whatever_the_number_of_shards(devices, rows
 
 def test_packed_and_ragged_sequences_are_refused_not_torn_apart():  # DP-08
     packed = pack_sequence([rand(3, 2), rand(2, 2)])
-    with pytest.raises(TypeError, match=r"batch\['seq'\]  a torch.*PackedSequence: .* padded tensor and the len"):
+    with pytest.raises(
+        TypeError, match=r"batch\['seq'\]  a torch.*PackedSequence: .* padded tensor and the len"
+    ):
         fp.pmap(lambda w, batch: w)(rand(2), {"seq": packed})
     ragged = [rand(3, 2), rand(2, 2)]
     with pytest.raises(ValueError, match=r"\n  xs\[0\]  in_axes=0  3 rows\n  xs\[1\]  in_axes=0  2 rows\n"):
@@ -282,10 +284,23 @@ def test_strings_are_kept_or_refused_never_altered():  # DP-20
 def test_ragged_lists_are_refused_by_place_and_come_whole_from_parallel_call():  # DP-21
     ragged = lambda x: {"boxes": [list(range(int(v))) for v in x]}
     x = torch.tensor([1, 2, 0, 3])
-    with pytest.raises(fp.ReplicaMismatchError, match=r"shard 1 returned another.*\n  output\['boxes'\]\[0\]: exp"):
+    with pytest.raises(
+        fp.ReplicaMismatchError, match=r"shard 1 returned another.*\n  output\['boxes'\]\[0\]: exp"
+    ):
         fp.pmap(ragged, in_axes=0)(x)
+    with pytest.raises(fp.ReplicaMismatchError, match=r"output: expected a list of 2, got a list of 1"):
+        fp.pmap(lambda x: [str(v) for v in x], in_axes=0, out_axes="shards")(torch.arange(6))
     parts = fp.parallel_call(ragged, list(x.split(1)))
     assert [row for part in parts for row in part["boxes"]] == ragged(x)["boxes"]
+
+
+@pytest.mark.parametrize("kind", ["numpy", "mapping"])
+def test_rows_that_happen_to_be_equal_on_all_shards_are_not_dropped(kind):  # DP-20, DP-21, DP-22
+    make = {"numpy": Tensor.numpy, "mapping": lambda x: Batch("me", x=x)}[kind]
+    for values in ([1, 1, 1, 1], [1, 2, 3, 4]):  # Refused or whole, whatever the values are.
+        x = torch.tensor(values)
+        with pytest.raises(ValueError, match="out_axes"):
+            fp.pmap(lambda x: make(x), in_axes=0)(x)
 
 
 def test_numbers_and_bools_in_the_output_are_kept_if_equal_and_reduced_if_asked():  # DP-22

@@ -32,7 +32,9 @@ def assert_same_value_and_grad(loss: Any, params: Any, *batch: Any, **options: A
 
 
 @pytest.mark.parametrize("rows", range(1, 15))
-def test_loss_and_gradients_of_a_mean_equal_the_whole_batch_for_any_rows(devices, rows):  # DP-26, DP-27, JX-04
+def test_loss_and_gradients_of_a_mean_equal_the_whole_batch_for_any_rows(
+    devices, rows
+):  # DP-26, DP-27, JX-04
     apply, params = fp.functionalize(mlp())
     loss = lambda params, x, y: (apply(params, x) - y).square().mean()
     assert_same_value_and_grad(loss, params, rand(rows, 3), rand(rows, 2))
@@ -110,10 +112,10 @@ def test_running_means_of_all_shards_are_merged_by_their_rows(devices, rows):  #
     norm(x)
     assert_close(new["running_mean"], norm.running_mean)
     assert new["num_batches_tracked"] == 1
-    alone = norm.train() and [nn.BatchNorm1d(3).double() for _ in range(min(len(devices), rows // 2))]
-    parts = x.tensor_split(len(alone))
-    variances = [(one(part), one.running_var * len(part) / rows)[1] for one, part in zip(alone, parts, strict=True)]
-    assert_close(new["running_var"], sum(variances))
+    # Of the variance, the mean of what the shards saw: the spread between shards is not in it.
+    parts = x.tensor_split(min(len(devices), rows // 2))
+    variance = sum(len(part) * part.var(0) for part in parts) / rows
+    assert_close(new["running_var"], 0.9 + 0.1 * variance)
 
 
 def test_a_batch_norm_shared_by_shards_is_refused_and_untouched():  # DP-31, DP-38
@@ -150,15 +152,17 @@ def test_spectral_norm_is_updated_once_and_is_the_same_in_train_and_eval(devices
     torch.manual_seed(1)
     mine = make(nn.Linear(3, 2)).double()
     apply, params, buffers = fp.functionalize_with_buffers(mine)
-    loss = lambda params, buffers, x: (lambda out, new: (out.square().mean(), new))(*apply(params, buffers, x))
-    step = fp.pmap(
-        fp.value_and_grad(loss, has_aux=True), in_axes=(None, None, 0), out_axes=("mean", None)
+    loss = lambda params, buffers, x: (lambda out, new: (out.square().mean(), new))(
+        *apply(params, buffers, x)
     )
+    step = fp.pmap(fp.value_and_grad(loss, has_aux=True), in_axes=(None, None, 0), out_axes=("mean", None))
     expected_buffers = buffers
     for _ in range(3):
         x = rand(7, 3)
         (value, buffers), grads = step(params, buffers, x)
-        (wanted, expected_buffers), expected = fp.value_and_grad(loss, has_aux=True)(params, expected_buffers, x)
+        (wanted, expected_buffers), expected = fp.value_and_grad(loss, has_aux=True)(
+            params, expected_buffers, x
+        )
         assert_close((value, grads, buffers), (wanted, expected, expected_buffers))
     mine.eval()
     assert_close(
@@ -212,36 +216,36 @@ def test_a_feature_that_a_hook_keeps_is_of_its_own_shard():  # DP-42
     apply, params = fp.functionalize(model)
     x = rand(3, 3)
     for _ in range(20):
-        value, grads = fp.pmap(fp.value_and_grad(apply))(params, x.repeat(4, 1))  # Every shard has the rows x.
+        value, grads = fp.pmap(fp.value_and_grad(apply))(
+            params, x.repeat(4, 1)
+        )  # Every shard has the rows x.
         assert_close((value, grads), fp.value_and_grad(apply)(params, x))
     assert not hasattr(model, "feature")
 
 
-def test_sparse_tensors_go_in_and_sparse_gradients_stay_sparse(devices):  # DP-44
+def test_sparse_tensors_are_replicated_and_sparse_gradients_stay_sparse(devices):  # DP-44
     adjacency = (rand(4, 4) * (rand(4, 4) > 0)).to_sparse()
     fun = lambda graph, x: torch.mm(graph, x.T).T
-    x = rand(7, 4)
+    x, w, ids = rand(7, 4), rand(5, 2), torch.arange(7) % 3
     assert_close(fp.pmap(fun)(adjacency, x), fun(adjacency, x))
-    rows = rand(7, 4).to_sparse()
-    assert_close(fp.pmap(lambda w, x: torch.mm(x, w))(rand(4, 1) * 0 + 1, rows), rows.to_dense().sum(1, True))
     loss = lambda w, ids: nn.functional.embedding(ids, w, sparse=True).square().mean()
-    ids = torch.arange(7) % 3
-    got, expected = fp.pmap(fp.grad(loss))(rand(5, 2), ids), None
-    assert got.is_sparse
-    w = rand(5, 2)
     got, expected = fp.pmap(fp.grad(loss))(w, ids), fp.grad(loss)(w, ids)
+    assert got.is_sparse and expected.is_sparse
     assert_close(got.to_dense(), expected.to_dense())
+
+
+def test_sparse_rows_are_split(devices):  # DP-44
+    x, w = rand(7, 4), rand(4, 1)
+    out = fp.pmap(lambda w, x: torch.mm(x, w))(w, x.to_sparse())
+    assert_close(out, x @ w)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
+def test_compressed_rows_are_refused():  # DP-44
     with pytest.raises(TypeError, match=r"x  a tensor of layout torch\.sparse_csr"):
-        fp.pmap(lambda x: x, in_axes=0)(sparse_csr())
+        fp.pmap(lambda x: x, in_axes=0)(torch.eye(3).to_sparse_csr())
 
 
-def sparse_csr() -> Tensor:
-    return torch.sparse_compressed_tensor(
-        torch.tensor([0, 1, 2]), torch.tensor([0, 1]), torch.ones(2), size=(2, 2), layout=torch.sparse_csr
-    )
-
-
-@pytest.mark.filterwarnings("ignore:Sparse CSR:UserWarning")
 def test_other_params_in_every_call_are_the_normal_case(devices):  # DP-47, FN-01
     model = mlp()
     apply, params = fp.functionalize(model)
@@ -252,7 +256,7 @@ def test_other_params_in_every_call_are_the_normal_case(devices):  # DP-47, FN-0
         expected = torch.func.functional_call(model, new, (x,))
         for each in mapped:
             assert_close(each(new, x), expected)
-    assert_close(dict(model.named_parameters()), params, check_dtype=True) if False else None
+    assert all(p.data_ptr() == params[name].data_ptr() for name, p in model.named_parameters())
 
 
 def test_shards_see_the_memory_of_the_callers_params():  # DP-50

@@ -1,0 +1,280 @@
+"""How a map over the shards of an axis is carried out, in each shard, differentiably.
+
+Three ways, by what surrounds the shard:
+
+- Plain autograd. The shards meet with their values; if any of them brought one that requires a
+  gradient, all put a node into their graphs whose backward is the transposed map. A backward that
+  runs such a node in one shard must run it in all: see :func:`complete`.
+- A torch.func transform inside the function. An autograd Function with rules for jvp and vmap,
+  which meets the others below the transform.
+- A torch.func transform around pmap. All shards share one graph, so the map is made of plain
+  differentiable operations on the values of all.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import _functorch
+
+from funcpar._graph import ROOT, Gradient, reach
+from funcpar._group import Call, Shard, call_site, find, live
+from funcpar._maps import Extremum, Map, Sum
+from funcpar._world import differentiates_above, in_torch_func
+
+# Below this many entries in all, a shard hands out copies; above, the others read its own values,
+# and it waits until they have.
+_SMALL = 1 << 15
+
+
+class _Here(threading.local):
+    """The exchanges that this thread has recorded in the graph that it is making."""
+
+    tokens: list[Gradient] | None = None
+
+
+_here = _Here()
+
+
+@contextmanager
+def recording() -> Iterator[list[Gradient]]:
+    """Collect a token for every exchange that becomes part of a graph: an output to start backward at."""
+    before, _here.tokens = _here.tokens, []
+    try:
+        yield _here.tokens
+    finally:
+        _here.tokens = before
+
+
+def keep(tokens: list[Gradient]) -> None:
+    """Hand the tokens of an inner graph that lives on to the graph around it."""
+    if _here.tokens is not None:
+        _here.tokens += tokens
+
+
+def complete(outs: Sequence[Tensor], tokens: Sequence[Gradient]) -> list[Tensor]:
+    """Return what a backward from ``outs`` must also start at, with a cotangent of zero.
+
+    A shard may not need a node that another shard's gradient goes through: its own loss does not
+    use that value. Its part of the exchange is needed all the same, so the shards agree on the
+    nodes that any of them runs.
+    """
+    if not tokens:
+        return []
+    shard = next(shard for shard in live() if shard.group.size > 1)
+    nodes, _ = reach(outs)
+    mine = frozenset(k for k, token in enumerate(tokens) if token is not None and token.grad_fn in nodes)
+    brought = shard.group.exchange(shard.rank, Call("backward", None, call_site()), mine)
+    missing = sorted(frozenset().union(*brought) - mine)
+    return [token for k in missing if (token := tokens[k]) is not None]
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """What the shards of a collective must agree on."""
+
+    options: Map
+    structure: Any
+    leaves: tuple[str, ...]
+
+    def __str__(self) -> str:
+        more = len(self.leaves) - 4
+        shown = ", ".join(self.leaves[:4]) + (f", and {more} more" if more > 0 else "")
+        return f"{shown}; {self.options}; {self.structure}"
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One collective as a shard asks for it, the same in forward, transpose and tangent.
+
+    Attributes:
+        axis: Name of the axis, None for the innermost.
+        name: The operation, as the user wrote it.
+        structure: Structure of the operand, and what else the shards must agree on.
+    """
+
+    axis: Any
+    name: str
+    structure: Any
+
+    def call(self, wanted: Map, leaves: Sequence[Tensor]) -> Call:
+        """Return what the group compares."""
+        kinds = tuple(f"{str(leaf.dtype)[6:]}{list(leaf.shape)}" for leaf in leaves)
+        return Call(self.name, Signature(wanted, self.structure, kinds), call_site())
+
+
+def carry_out(request: Request, wanted: Map, leaves: list[Tensor]) -> list[Tensor]:
+    """Return what this shard gets of every leaf.
+
+    Raises:
+        UnboundAxisError: Nothing binds the axis.
+        ReplicaMismatchError: Another shard makes another call.
+    """
+    shard = find(request.axis, request.name)
+    if shard.group.size == 1:
+        return [wanted.output(0, [leaf]) for leaf in leaves]
+    if shard.group.levels is not None:
+        return _directly(shard, request, wanted, leaves)
+    if in_torch_func():
+        wrapped = tuple(_functorch.is_functorch_wrapped_tensor(leaf) for leaf in leaves)
+        traced = Request(request.axis, request.name, (request.structure, wrapped))
+        return list(_Traced.apply(traced, wanted, *leaves))
+    records = torch.is_grad_enabled() and any(leaf.requires_grad for leaf in leaves)
+    with torch.no_grad():
+        outs, recorded = _meet(shard, request, wanted, leaves, records)
+    if not recorded:
+        return outs
+    if isinstance(wanted, Extremum):
+        return list(_Refused.apply(wanted, outs, *leaves)) if records else outs
+    token: Gradient = None
+    if torch.is_grad_enabled():
+        token, *outs = _Recorded.apply(request, wanted, outs, ROOT, *leaves)
+    if _here.tokens is not None:
+        _here.tokens.append(token)
+    return outs
+
+
+def _meet(
+    shard: Shard, request: Request, wanted: Map, leaves: Sequence[Tensor], records: bool
+) -> tuple[list[Tensor], bool]:
+    """Exchange values; return what this shard gets, and whether any shard wants to differentiate."""
+    call = request.call(wanted, leaves)
+    given = [leaf.detach() for leaf in leaves]
+    if sum(leaf.numel() for leaf in leaves) <= _SMALL:
+        given = [leaf.clone() for leaf in given]
+        brought = shard.group.exchange(shard.rank, call, (given, records))
+        columns = zip(*(theirs for theirs, _ in brought), strict=True)
+        outs = [wanted.output(shard.rank, column) for column in columns]
+        return outs, any(theirs for _, theirs in brought)
+    first = isinstance(wanted, Sum) and wanted.group(shard.rank)[0] == shard.rank
+    shared = [_room_for(leaf) if first else None for leaf in given]
+    brought = shard.group.exchange(shard.rank, call, (given, records, shared))
+    if isinstance(wanted, Sum):
+        shared = brought[wanted.group(shard.rank)[0]][2]
+    outs = []
+    for column, room in zip(zip(*(theirs for theirs, _, _ in brought), strict=True), shared, strict=True):
+        if room is None:
+            outs.append(wanted.output(shard.rank, column))
+        else:
+            assert isinstance(wanted, Sum)
+            wanted.fill(shard.rank, column, room)
+            # To each shard a copy on write of the one result: whoever writes gets its own.
+            outs.append(torch._lazy_clone(room))
+    # Nobody goes on, and perhaps writes into what it brought, before all have read it.
+    shard.group.exchange(shard.rank, call, None)
+    return outs, any(theirs for _, theirs, _ in brought)
+
+
+def _room_for(leaf: Tensor) -> Tensor | None:
+    """Return memory for a sum that the shards make together, or None where each makes its own."""
+    alone = leaf.numel() < _SMALL or leaf.element_size() < 4 or leaf.layout is not torch.strided
+    return None if alone else torch.empty(leaf.shape, dtype=leaf.dtype, device=leaf.device)
+
+
+def _directly(shard: Shard, request: Request, wanted: Map, leaves: list[Tensor]) -> list[Tensor]:
+    if _here.tokens is not None or differentiates_above(shard.group.levels or 0):
+        raise RuntimeError(
+            f"{request.name}: the function takes a derivative of what depends on it, and a torch.func "
+            f"transform or dual level around pmap makes all shards share one graph.\n"
+            f"Take the outer derivative with fp.grad or .backward()."
+        )
+    call = request.call(wanted, leaves)
+    brought = shard.group.exchange(shard.rank, call, leaves)
+    outs = [wanted.output(shard.rank, column) for column in zip(*brought, strict=True)]
+    shard.group.exchange(shard.rank, call, None)
+    return outs
+
+
+def _transpose(request: Request, wanted: Map, cotangents: Sequence[Gradient]) -> list[Gradient]:
+    """Carry out the transposed map on the cotangents that there are."""
+    places = [k for k, given in enumerate(cotangents) if given is not None and _is_smooth(given)]
+    given = [cotangents[k] for k in places]
+    back = Request(request.axis, f"the transpose of {request.name}", request.structure)
+    grads: list[Gradient] = [None] * len(cotangents)
+    for k, grad in zip(places, carry_out(back, wanted.transposed(), given), strict=True):  # type: ignore[arg-type]
+        grads[k] = grad
+    return grads
+
+
+def _is_smooth(leaf: Tensor) -> bool:
+    return leaf.is_floating_point() or leaf.is_complex()
+
+
+class _Recorded(torch.autograd.Function):
+    """An exchange that has taken place, as a node of one shard's graph."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, request: Request, wanted: Map, outs: list[Tensor], root: Tensor, *leaves: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.request, ctx.wanted = request, wanted
+        return (torch.zeros(()), *outs)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor, *cotangents: Gradient) -> tuple[Gradient, ...]:
+        return (None, None, None, None, *_transpose(ctx.request, ctx.wanted, cotangents))
+
+
+class _Refused(torch.autograd.Function):
+    """What a map without a gradient gave."""
+
+    @staticmethod
+    def forward(ctx: Any, wanted: Map, outs: list[Tensor], *leaves: Tensor) -> tuple[Tensor, ...]:
+        ctx.wanted = wanted
+        return tuple(outs)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Gradient) -> tuple[Gradient, ...]:
+        ctx.wanted.transposed()
+        raise AssertionError
+
+
+class _Traced(torch.autograd.Function):
+    """An exchange below transforms of torch.func that are active inside the function."""
+
+    @staticmethod
+    def forward(request: Request, wanted: Map, *leaves: Tensor) -> tuple[Tensor, ...]:
+        shard = find(request.axis, request.name)
+        return tuple(_meet(shard, request, wanted, leaves, records=False)[0])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.request, ctx.wanted, *leaves = inputs
+        ctx.kinds = [(leaf.shape, leaf.dtype) for leaf in leaves]
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Gradient) -> tuple[Gradient, ...]:
+        return (None, None, *_transpose(ctx.request, ctx.wanted, cotangents))
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, __: None, *tangents: Gradient) -> tuple[Gradient, ...]:
+        if isinstance(ctx.wanted, Extremum):
+            ctx.wanted.transposed()
+        given = [
+            torch.zeros(shape, dtype=dtype) if tangent is None else tangent
+            for tangent, (shape, dtype) in zip(tangents, ctx.kinds, strict=True)
+        ]
+        places = [k for k, tangent in enumerate(given) if _is_smooth(tangent)]
+        name = f"the tangent of {ctx.request.name}"
+        request = Request(ctx.request.axis, name, ctx.request.structure)
+        found: list[Gradient] = [None] * len(given)
+        for k, out in zip(places, carry_out(request, ctx.wanted, [given[k] for k in places]), strict=True):
+            found[k] = out
+        return tuple(found)
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: tuple[Any, ...], request: Request, wanted: Map, *leaves: Tensor
+    ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+        moved = [
+            leaf.expand(info.batch_size, *leaf.shape) if dim is None else leaf.movedim(dim, 0)
+            for leaf, dim in zip(leaves, in_dims[2:], strict=True)
+        ]
+        outs = carry_out(request, wanted.batched(), moved)
+        return tuple(outs), (0,) * len(outs)
