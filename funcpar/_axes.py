@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import numbers
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,7 @@ _SCALARS = (
     torch.memory_format, torch.SymInt, torch.SymFloat,
 )  # fmt: skip
 _LEAF_SPEC = tree.flatten(object())[1]
+_NOT_SPLIT: list[int | None] = [None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +48,7 @@ class InAxes:
         parts: list[tuple[str | None, tree.Spec]] = []
         for argument in arguments:
             if argument.position in self.static:
-                found, spec, own = [argument.value], _LEAF_SPEC, [None]
+                found, spec, own = [argument.value], _LEAF_SPEC, _NOT_SPLIT
             else:
                 found, spec = tree.flatten(argument.value)
                 own = self._axes_of(argument, found, spec)
@@ -75,7 +77,7 @@ class InAxes:
         """Return the axis of each leaf: None where it is not split."""
         prefix = self._prefix(argument)
         if prefix is None:
-            wanted = [None] * len(leaves)
+            wanted: list[Any] = [None] * len(leaves)
         elif isinstance(prefix, int):
             wanted = [prefix] * len(leaves)
         else:
@@ -187,8 +189,9 @@ class InAxes:
             )
         if first.devices != devices[: len(first.devices)]:
             raise ValueError(
-                f"{self.call}: an argument is kept in shards on {', '.join(map(str, first.devices))}, and the "
-                f"call runs on {', '.join(map(str, devices))}.\nName the same devices, or pass its .gather()."
+                f"{self.call}: an argument is kept in shards on {', '.join(map(str, first.devices))}, and "
+                f"the call runs on {', '.join(map(str, devices))}.\n"
+                f"Name the same devices, or pass its .gather()."
             )
         known = [n for n in sizes if n is not None]
         if rows is not None and (len(known) < len(sizes) or sum(known) != rows):
@@ -232,7 +235,7 @@ def _path(argument: Argument, spec: tree.Spec, k: int) -> str:
     return spec.paths(argument.root)[k]
 
 
-def _aligned(table: list[tuple[str, ...]]) -> str:
+def _aligned(table: Sequence[tuple[str, ...]]) -> str:
     shown, rest = table[:20], len(table) - 20
     widths = [max(len(row[c]) for row in shown) for c in range(len(shown[0]))]
     lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in shown]

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch._C import _functorch
 
-from funcpar._graph import ROOT, Gradient, reach
+from funcpar._graph import ROOT, Gradient, apply, reach
 from funcpar._group import Call, Shard, call_site, find, live
 from funcpar._maps import Extremum, Map, Sum
 from funcpar._world import differentiates_above, in_torch_func
@@ -124,17 +124,17 @@ def carry_out(request: Request, wanted: Map, leaves: list[Tensor]) -> list[Tenso
     if in_torch_func():
         wrapped = tuple(_functorch.is_functorch_wrapped_tensor(leaf) for leaf in leaves)
         traced = Request(request.axis, request.name, (request.structure, wrapped))
-        return list(_Traced.apply(traced, wanted, *leaves))
+        return list(apply(_Traced, traced, wanted, *leaves))
     records = torch.is_grad_enabled() and any(leaf.requires_grad for leaf in leaves)
     with torch.no_grad():
         outs, recorded = _meet(shard, request, wanted, leaves, records)
     if not recorded:
         return outs
     if isinstance(wanted, Extremum):
-        return list(_Refused.apply(wanted, outs, *leaves)) if records else outs
+        return list(apply(_Refused, wanted, outs, *leaves)) if records else outs
     token: Gradient = None
     if torch.is_grad_enabled():
-        token, *outs = _Recorded.apply(request, wanted, outs, ROOT, *leaves)
+        token, *outs = apply(_Recorded, request, wanted, outs, ROOT, *leaves)
     if _here.tokens is not None:
         _here.tokens.append(token)
     return outs

@@ -7,8 +7,9 @@ arguments are summed by the workers, each a share; those of split arguments are 
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,21 +20,24 @@ from funcpar import tree
 from funcpar._frame import Frame
 from funcpar._grad import Evaluation, GradientFunction, handled
 from funcpar._graph import Gradient
-from funcpar._group import current
+from funcpar._group import Call, call_site, find
 from funcpar._joint import call_shards, sum_over_shards
 from funcpar._merge import Merge
 from funcpar._reduce import add_up
 from funcpar._split import Split
 
 
-def gradient_within(fun: Callable[..., Any]) -> GradientFunction | None:
-    """Return the gradient function that ``fun`` is, perhaps under partial and wraps."""
+def gradient_within(fun: Callable[..., Any]) -> tuple[GradientFunction | None, bool]:
+    """Return the gradient function under partial and wraps, and whether code of the user wraps it."""
+    wrapped = False
     while not isinstance(fun, GradientFunction):
-        inner = fun.func if isinstance(fun, functools.partial) else getattr(fun, "__wrapped__", None)
-        if inner is None:
-            return None
-        fun = inner
-    return fun
+        if isinstance(fun, functools.partial):
+            fun = fun.func
+        elif hasattr(fun, "__wrapped__"):
+            fun, wrapped = fun.__wrapped__, True
+        else:
+            return None, False
+    return fun, wrapped
 
 
 def specs_of(call: str, gradient: GradientFunction, out_axes: Any) -> tuple[str, Any]:
@@ -104,26 +108,66 @@ class Fused:
         args, kwargs = self.split.rebuild(leaves)
         with handled(self.gradient, self._evaluate):
             found: Evaluation = self.fun(*args, **kwargs)
-        axes = self._axes(found, leaves)
         aux_leaves, aux_spec = tree.flatten(found.aux)
-        row, found.grads = found.grads, []
+        axes = self._axes(found, leaves)
         self.found[rank] = (found, aux_spec, axes)
-        shared = [grad if axis is None else None for grad, axis in zip(row, axes, strict=True)]
-        ready = not any(t.requires_grad for t in (found.value, *row) if t is not None)
-        if sum_over_shards(shared, self.totals, ready):
-            row = [grad if axis is not None else None for grad, axis in zip(row, axes, strict=True)]
+        shared, own, _ = self._sum(found, axes)
+        row = [theirs if mine is None else mine for theirs, mine in zip(shared, own, strict=True)]
         return [found.value, *aux_leaves, *row]
+
+    def _sum(self, found: Evaluation, axes: list[int | None]) -> tuple[list[Gradient], list[Gradient], bool]:
+        """Sum over shards, unless a gradient is to stay part of a graph.
+
+        Returns what was not summed, of replicated leaves and of split ones, and whether it was summed.
+        """
+        ready = not any(t.requires_grad for t in (found.value, *found.grads) if t is not None)
+        own = [None if axis is None else grad for grad, axis in zip(found.grads, axes, strict=True)]
+        shared = [grad if axis is None else None for grad, axis in zip(found.grads, axes, strict=True)]
+        found.grads = []  # Memory that one list alone can see may be summed into.
+        if sum_over_shards(shared, self.totals, ready):
+            return [None] * len(own), own, True
+        return shared, own, False
+
+    @contextlib.contextmanager
+    def reducing(self, leaves: list[Any]) -> Iterator[None]:
+        """Within a shard: let the gradient function, called by code of the user, return the whole's.
+
+        Every shard gets the same objects, but for gradients of split arguments: those of its rows.
+        """
+
+        def handler(gradient: GradientFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            found = self._evaluate(gradient, args, kwargs)
+            axes = self._axes(found, leaves)
+            _, own, summed = self._sum(found, axes)
+            shard = find(None, gradient.call)
+            if not summed:
+                raise RuntimeError(
+                    f"{self.merge.call}: what {gradient.call} returns depends on tensors that require a "
+                    f"gradient, and code around it cannot be given a gradient that is part of a graph.\n"
+                    f"Detach the arguments, call it under torch.no_grad(), or map {gradient.call} itself."
+                )
+            values = shard.group.exchange(shard.rank, Call(gradient.call, "value", call_site()), found.value)
+            whole = None
+            if shard.rank == 0:
+                value = self.merge.column(self.value_spec, values, "the value")
+                whole = value, gradient.finish(found.leaves, [self.totals.get(k) for k in range(len(axes))])
+            call = Call(gradient.call, "result", call_site())
+            found.value, grads = shard.group.exchange(shard.rank, call, whole)[0]
+            mine = gradient.finish(found.leaves, own)
+            return gradient.answer(
+                found, [g if axis is None else m for g, m, axis in zip(grads, mine, axes, strict=True)]
+            )
+
+        with handled(self.gradient, handler):
+            yield
 
     def _evaluate(
         self, gradient: GradientFunction, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Evaluation:
-        shard = current()
-        assert shard is not None
-        return gradient.evaluate(args, kwargs, self._seed(shard.rank))
-
-    def _seed(self, rank: int) -> float:
         weights = self.merge.weights
-        return 1.0 if self.value_spec == "sum" else weights[rank] / sum(weights)
+        if self.value_spec == "sum" or len(weights) == 1:
+            return gradient.evaluate(args, kwargs)
+        return gradient.evaluate(args, kwargs, weights[find(None, gradient.call).rank] / sum(weights))
 
     def _axes(self, found: Evaluation, leaves: list[Any]) -> list[int | None]:
         """Return along which dimension each differentiated leaf was split."""

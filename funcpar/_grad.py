@@ -13,7 +13,7 @@ import inspect
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -271,9 +271,10 @@ def _backward(
     if not starts or not stands:
         return [None] * len(stands)
     ins = [*stands, ROOT] if tokens else stands
-    return list(torch.autograd.grad(starts, ins, seeds, create_graph=joined, allow_unused=True))[
-        : len(stands)
-    ]
+    grads: list[Gradient] = list(
+        torch.autograd.grad(starts, ins, seeds, create_graph=joined, allow_unused=True)
+    )
+    return grads[: len(stands)]
 
 
 def _by_torch_func(
@@ -282,7 +283,8 @@ def _by_torch_func(
     rest: list[Any] = []
 
     if seed == 0.0:
-        return *call(*leaves), [None] * len(leaves)
+        value, aux = call(*leaves)
+        return value, aux, [None] * len(leaves)
 
     def flat(*stands: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         value, aux = call(*stands)
@@ -291,7 +293,7 @@ def _by_torch_func(
         rest[:] = [spec, aux_leaves]
         return value, tensors
 
-    value, pull, tensors = torch.func.vjp(flat, *leaves, has_aux=True)
+    value, pull, tensors = cast(Any, torch.func.vjp(flat, *leaves, has_aux=True))
     spec, aux_leaves = rest
     plain = iter(tensors)
     aux = tree.unflatten(spec, [next(plain) if isinstance(leaf, Tensor) else leaf for leaf in aux_leaves])

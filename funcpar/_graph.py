@@ -15,6 +15,12 @@ Gradient: TypeAlias = Tensor | None
 ROOT = torch.zeros((), requires_grad=True)
 
 
+def apply(function: type[torch.autograd.Function], *args: Any) -> Sequence[Tensor]:
+    """Apply an autograd Function with several outputs."""
+    outs: Sequence[Tensor] = function.apply(*args)  # type: ignore[no-untyped-call]
+    return outs
+
+
 def reach(outs: Sequence[Tensor]) -> tuple[set[Any], list[Tensor]]:
     """Return the nodes and the leaves of the graph that ``outs`` are made by."""
     nodes = [out.grad_fn for out in outs if out.grad_fn is not None]
@@ -49,7 +55,7 @@ def closed_over(outs: Sequence[Tensor], ins: Sequence[Tensor]) -> list[Tensor]:
 
 def owned(grads: Sequence[Gradient]) -> list[bool]:
     """Tell for each gradient of a list whether only that list can see its memory."""
-    return [grad is not None and sys.getrefcount(grad) <= _LISTED and _sole_owner(grad) for grad in grads]
+    return [grad is not None and _is_plain(grad) and _owners(grad) in _ALONE for grad in grads]
 
 
 def own_all(grads: list[Gradient]) -> list[Gradient]:
@@ -60,16 +66,20 @@ def own_all(grads: list[Gradient]) -> list[Gradient]:
     ]
 
 
-def _sole_owner(grad: Tensor) -> bool:
+def _is_plain(grad: Tensor) -> bool:
     if grad.layout is not torch.strided or grad.requires_grad or grad.is_inference():
         return False
-    if not grad.is_contiguous() and not (
-        grad.dim() == 4 and grad.is_contiguous(memory_format=torch.channels_last)
-    ):
-        return False
-    # One count is the gradient's, the other that of the Python object made here.
-    return int(torch._C._storage_Use_Count(grad.untyped_storage()._cdata)) == 2  # type: ignore[attr-defined]
+    return grad.is_contiguous() or (grad.dim() == 4 and grad.is_contiguous(memory_format=torch.channels_last))
 
 
-# How many references a tensor has, seen from such a loop, that only a list holds.
-_LISTED = [sys.getrefcount(tensor) for tensor in [torch.empty(0)]][0]
+def _owners(grad: Tensor) -> tuple[int, ...]:
+    """Count who refers to a gradient, to its memory, and, if it is a view, to its base."""
+    counts = [sys.getrefcount(grad), torch._C._storage_Use_Count(grad.untyped_storage()._cdata)]
+    if grad._is_view():
+        base: Any = grad._base
+        counts += [sys.getrefcount(base), base._use_count()]
+    return tuple(counts)
+
+
+# What is counted for tensors that nothing but a list knows: one with its own memory, one a view.
+_ALONE = {tuple(_owners(tensor)) for tensor in [torch.zeros(1, 1), torch.zeros(1, 1).t()]}

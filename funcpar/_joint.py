@@ -21,7 +21,7 @@ from torch import Tensor
 
 from funcpar._exchange import complete, recording
 from funcpar._frame import Frame
-from funcpar._graph import ROOT, Gradient, closed_over, owned
+from funcpar._graph import ROOT, Gradient, apply, closed_over, owned
 from funcpar._group import Call, current
 from funcpar._reduce import add_up, reduce_share
 from funcpar._world import is_transformed
@@ -91,7 +91,7 @@ def _call_joined(
         piece.ins += piece.closed_over
     if not any(piece.outs for piece in pieces):
         return [answer for answer, _ in answers]
-    joined = iter(_Joint.apply(_Graphs(frame, pieces, sources), *sources.tensors))
+    joined = iter(apply(_Joint, _Graphs(frame, pieces, sources), *sources.tensors))
     return [[next(joined) if _needs_gradient(leaf) else leaf for leaf in answer] for answer, _ in answers]
 
 

@@ -23,7 +23,7 @@ from funcpar._staging import Shards
 SPECS = ("auto", "mean", "sum", "stack", "shards")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Merge:
     """How the outputs of one call are merged.
 
@@ -91,7 +91,8 @@ class Merge:
             shapes = ", ".join(_kind(leaf) for leaf in column)
             rows = "nothing is mapped" if self.rows is None else f"the shards have {self.rows} rows"
             raise ValueError(
-                f"{self.call}: {path} differs between shards and does not follow the rows: {shapes}; {rows}.\n"
+                f"{self.call}: {path} differs between shards and does not follow the rows: {shapes}; "
+                f"{rows}.\n"
                 f'Say how to merge it with out_axes: an int joins along a dimension, "mean", "sum", "stack", '
                 f'"shards"; None promises that all shards agree.'
             )
@@ -161,14 +162,15 @@ class Merge:
             raise ReplicaMismatchError(
                 f"{self.call}: {path} was promised equal on all shards and is not: "
                 f"{', '.join(_kind(leaf) for leaf in column)}{_where_unequal(column)}.\n"
-                f'Reduce it in the function (fp.pmean, fp.psum), or give it out_axes "mean", "stack" or an int.'
+                f'Reduce it in the function (fp.pmean, fp.psum), or give it out_axes "mean" or "stack".'
             )
         return column[0]
 
     def _tensors(self, column: list[Any], path: str, wanted: str, alike: bool) -> None:
         if not all(isinstance(leaf, Tensor) for leaf in column):
             raise TypeError(
-                f"{self.call}: {path} is {', '.join(_kind(leaf) for leaf in column)}, and {wanted} needs tensors.\n"
+                f"{self.call}: {path} is {', '.join(_kind(leaf) for leaf in column)}, and "
+                f"{wanted} needs tensors.\n"
                 f"Return a tensor, or give it out_axes=None if all shards agree."
             )
         if len({leaf.dtype for leaf in column}) > 1 or (alike and len({leaf.shape for leaf in column}) > 1):
@@ -199,7 +201,7 @@ def _equal(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor) or isinstance(other, Tensor) or type(one) is not type(other):
         return False
     try:
-        return bool(one == other) or (one != one and other != other)
+        return bool(one == other) or bool(one != one and other != other)  # noqa: PLR0124
     except Exception:  # What cannot be compared is not known to be equal.
         return False
 

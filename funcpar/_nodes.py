@@ -55,7 +55,7 @@ class Spec:
 
     __slots__ = ("_hash", "_paths", "children", "extra", "is_flat", "keys", "kind", "meta", "num_leaves")
 
-    def __init__(  # noqa: PLR0917 (keyword arguments would cost a third of the time of flatten)
+    def __init__(
         self,
         kind: Kind,
         keys: tuple[Any, ...],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from torch import Tensor
@@ -143,7 +144,7 @@ class _Mapped:
         self.out_axes = out_axes
         self.devices = devices
         self.weight = weight
-        self.gradient = gradient_within(fun)
+        self.gradient, self.wrapped = gradient_within(fun)
         if self.gradient is not None:
             self.value_spec, self.aux_spec = specs_of(call, self.gradient, out_axes)
 
@@ -151,13 +152,13 @@ class _Mapped:
         split = self.in_axes.split(self.binder.bind(args, kwargs), self._devices(), self.devices is not None)
         split, weights = self._weigh(split)
         frame = Frame(split.devices, self.axis_name, tuple(weights), self.call)
-        if self.gradient is None:
-            return self._plain(split, frame, weights)
-        if len(split.devices) == 1:
-            new_args, new_kwargs = split.rebuild(split.leaves[0])
-            return frame.run([lambda: self.fun(*new_args, **new_kwargs)])[0]
         merge = Merge(self.call, split.devices, split.rows, weights)
-        return Fused(self.gradient, self.fun, split, frame, merge, self.value_spec, self.aux_spec).run()
+        if self.gradient is None:
+            return self._plain(split, frame, merge, self.out_axes)
+        fused = Fused(self.gradient, self.fun, split, frame, merge, self.value_spec, self.aux_spec)
+        if self.wrapped:
+            return self._plain(split, frame, merge, "auto", fused)
+        return fused.run()
 
     def _devices(self) -> tuple[Device, ...]:
         shard = current()
@@ -176,14 +177,17 @@ class _Mapped:
         weights = weights_of(self.call, self.weight, split)
         return (split, weights) if any(weights) else (split.undivided(), [1.0])
 
-    def _plain(self, split: Split, frame: Frame, weights: list[float]) -> Any:
+    def _plain(
+        self, split: Split, frame: Frame, merge: Merge, out_axes: Any, fused: Fused | None = None
+    ) -> Any:
         size = len(split.devices)
         specs: list[Any] = [None] * size
         gradients: list[Tensor] = []
 
         def body(rank: int, leaves: list[Any]) -> list[Any]:
             args, kwargs = split.rebuild(leaves)
-            with recorded(gradients):
+            reducing = nullcontext() if fused is None or size == 1 else fused.reducing(leaves)
+            with recorded(gradients), reducing:
                 out, specs[rank] = tree.flatten(self.fun(*args, **kwargs))
             return split.marked(leaves, out)
 
@@ -191,5 +195,5 @@ class _Mapped:
         outs = [
             tree.unflatten(spec, split.unmarked(answer)) for spec, answer in zip(specs, answers, strict=True)
         ]
-        merge = Merge(self.call, split.devices, split.rows, weights, frozenset(map(id, gradients)))
-        return merge.trees(self.out_axes, outs)
+        merge.gradients = frozenset(map(id, gradients))
+        return merge.trees(out_axes, outs)

@@ -57,7 +57,7 @@ class Shards:
 
     @property
     def rows(self) -> tuple[int | None, ...]:
-        """Rows of each part along dimension 0: None where the tensors of a part disagree or there are none."""
+        """Rows of each part: None where its tensors disagree along dimension 0, or there are none."""
         return tuple(_rows(part) for part in self.parts)
 
     def gather(self, dim: int = 0) -> Any:

@@ -16,6 +16,8 @@ from torch._C import _autograd, _functorch
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _pop_mode, _push_mode
 
+from funcpar import _jvp
+
 
 class World:
     """The thread-local state of the thread that makes it, to be entered by others."""
@@ -49,7 +51,7 @@ class World:
             _functorch.push_dynamic_layer_stack(level)
         if self.inference:
             mode = torch._C._InferenceMode(True)
-            mode.__enter__()
+            mode.__enter__()  # type: ignore[no-untyped-call]
             before.append(mode)
         torch._C._set_grad_enabled(self.grad)
         torch._C._set_fwd_grad_enabled(self.forward_ad)
@@ -100,8 +102,8 @@ def in_torch_func() -> bool:
 
 
 def in_dual_level() -> bool:
-    """Tell whether a level of ``torch.autograd.forward_ad`` is active."""
-    return int(forward_ad._current_level) >= 0
+    """Tell whether the user entered a level of ``torch.autograd.forward_ad``."""
+    return int(forward_ad._current_level) >= (1 if _jvp.is_shared() else 0)
 
 
 def is_transformed() -> bool:

@@ -20,9 +20,9 @@ from itertools import islice
 from typing import Any, TypeVar
 
 from ._nodes import KINDS, LEAF, dataclass_kind, describe, listing, walk
-from ._nodes import Spec as Spec  # noqa: PLC0414 (mypy wants it so)
+from ._nodes import Spec as Spec
 from ._prefix import Broadcast
-from ._prefix import broadcast_prefix as broadcast_prefix  # noqa: PLC0414
+from ._prefix import broadcast_prefix as broadcast_prefix
 
 __all__ = ["flatten", "leaves", "leaves_with_path", "map", "prefix_errors", "register_dataclass", "unflatten"]
 

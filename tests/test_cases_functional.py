@@ -75,7 +75,7 @@ def test_batch_norm_in_train_mode_under_vmap_is_refused_by_torch():  # FN-09
     apply, params, buffers = fp.functionalize_with_buffers(nn.BatchNorm1d(3).double())
     fun = torch.vmap(lambda x, params, buffers: apply(params, buffers, x)[0], (0, None, None))
     mapped = fp.pmap(fun, in_axes=(0, None, None))
-    with pytest.raises(RuntimeError, match="running_mean|in-place|inplace"):
+    with pytest.raises(RuntimeError, match=r"running_mean|in-place|inplace"):
         mapped(rand(8, 4, 3), params, buffers)
 
 

@@ -1,4 +1,4 @@
-"""What went wrong with jax.pmap and its kin: no such fault in how calls are bound, split, nested and repeated."""
+"""What went wrong with jax.pmap and its kin: how calls are bound, split, nested and repeated."""
 
 import threading
 from collections.abc import Callable
@@ -151,7 +151,14 @@ def test_the_gradient_of_an_output_that_is_equal_everywhere_is_counted_once(devi
     mapped = fp.pmap(fun, out_axes=(None, 0))
     w, x = rand(3).requires_grad_(), rand(7, 3).requires_grad_()
     assert torch.autograd.gradcheck(mapped, (w, x))
-    mixed = lambda f: lambda w: (lambda a, b: a * b.mean())(*f(w, x))
+
+    def mixed(f: Callable[..., Any]) -> Callable[[Tensor], Tensor]:
+        def product(w: Tensor) -> Tensor:
+            one, rows = f(w, x)
+            return one * rows.mean()
+
+        return product
+
     for transform in (fp.grad, torch.func.grad):
         assert_close(transform(mixed(mapped))(w), transform(mixed(fun))(w))
 
