@@ -28,8 +28,8 @@ def constant(params: list[Tensor], batch: Tensor) -> float:
 
 @fp.value_and_grad
 def gradient(params: list[Tensor], batch: Tensor) -> Tensor:
-    """Return a gradient that every leaf has a part in, by two ops."""
-    return torch.stack(params).sum()
+    """Return a value in which every leaf has a part, by an op of its own as in a model."""
+    return torch.stack([leaf * leaf for leaf in params]).sum()
 
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {"nothing": nothing, "constant": constant, "gradient": gradient}

@@ -114,7 +114,7 @@ class Load:
 
 
 def _jiffies() -> tuple[int, int, int]:
-    """Return the time for which cores were busy, for which with this process and its children, and all time."""
+    """Return for how long cores were busy, for how long with this process and its children, and all time."""
     if not _STAT.exists():
         return 0, 0, 0
     user, nice, system, idle, wait, irq, soft_irq, stolen = map(int, _STAT.read_text().split()[1:9])

@@ -236,6 +236,9 @@ def _path(argument: Argument, spec: tree.Spec, k: int) -> str:
 
 
 def _aligned(table: Sequence[tuple[str, ...]]) -> str:
+    if len(table) > 20:  # One of each size first: the odd one must not be among those left out.
+        firsts = list({row[-1]: row for row in reversed(table)}.values())
+        table = firsts + [row for row in table if row not in firsts]
     shown, rest = table[:20], len(table) - 20
     widths = [max(len(row[c]) for row in shown) for c in range(len(shown[0]))]
     lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in shown]

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from funcpar import tree
 from funcpar._exchange import complete, keep, recording
-from funcpar._graph import ROOT, Gradient, closed_over, own_all
+from funcpar._graph import ROOT, Gradient, closed_over, holds_tensors, own_all
 from funcpar._world import in_dual_level, in_torch_func
 
 Handler: TypeAlias = Callable[["GradientFunction", tuple[Any, ...], dict[str, Any]], Any]
@@ -111,6 +111,13 @@ class GradientFunction:
         slots = self._slots(args, kwargs)
         flat = [tree.flatten(args[slot] if isinstance(slot, int) else kwargs[slot]) for slot in slots]
         leaves = [leaf for part, _ in flat for leaf in part]
+        for leaf in leaves:
+            if not isinstance(leaf, Tensor) and holds_tensors(leaf):
+                raise TypeError(
+                    f"{self.call}: a differentiated argument holds a {type(leaf).__qualname__} with tensors "
+                    f"or arrays in it, which is no pytree node.\nUse dicts, lists, tuples or dataclasses of "
+                    f"tensors, or register the type with torch.utils._pytree."
+                )
         chosen = [k for k, leaf in enumerate(leaves) if _is_differentiable(leaf)]
 
         def build(new: list[Any]) -> list[Any]:

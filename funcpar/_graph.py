@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -81,5 +82,37 @@ def _owners(grad: Tensor) -> tuple[int, ...]:
     return tuple(counts)
 
 
+def shares_memory(tensor: Tensor, others: Sequence[Any]) -> bool:
+    """Tell whether a tensor's memory is that of one of the others."""
+    if any(other is tensor for other in others):
+        return True
+    try:
+        mine = tensor.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):  # Sparse, or wrapped by a transform.
+        return False
+    if torch._C._storage_Use_Count(mine) <= _FRESH:
+        return False
+    return any(
+        isinstance(other, Tensor)
+        and other.layout is torch.strided
+        and not torch._C._functorch.is_functorch_wrapped_tensor(other)
+        and other.untyped_storage()._cdata == mine
+        for other in others
+    )
+
+
+def holds_tensors(leaf: Any) -> bool:
+    """Tell whether a leaf that is no tensor holds some, as an unregistered container does."""
+    if isinstance(leaf, np.ndarray):
+        return True
+    if isinstance(leaf, dict):
+        return any(isinstance(item, Tensor) or holds_tensors(item) for item in leaf.values())
+    if isinstance(leaf, list | tuple | set | frozenset):
+        return any(isinstance(item, Tensor) or holds_tensors(item) for item in leaf)
+    return False
+
+
+# The count of a storage that one tensor, and the Python object made for counting, hold.
+_FRESH = torch._C._storage_Use_Count(torch.zeros(1).untyped_storage()._cdata)
 # What is counted for tensors that nothing but a list knows: one with its own memory, one a view.
 _ALONE = {tuple(_owners(tensor)) for tensor in [torch.zeros(1, 1), torch.zeros(1, 1).t()]}

@@ -25,7 +25,7 @@ def _enter_shared() -> int:
         return _enter()
     with _lock:
         if _users == 0:
-            forward_ad.enter_dual_level()
+            forward_ad.enter_dual_level()  # type: ignore[no-untyped-call]
             eager_transforms.JVP_NESTING += 1  # So that torch does not open the level itself.
         _users += 1
         return _enter()
@@ -41,7 +41,7 @@ def _exit_shared() -> None:
         _users -= 1
         if _users == 0:
             eager_transforms.JVP_NESTING -= 1
-            forward_ad.exit_dual_level()
+            forward_ad.exit_dual_level()  # type: ignore[no-untyped-call]
 
 
 def is_shared() -> bool:

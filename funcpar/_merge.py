@@ -7,7 +7,7 @@ leaf of every shard, in rank order) into one leaf. What a spec cannot honour is 
 from __future__ import annotations
 
 import numbers
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from funcpar import tree
-from funcpar._devices import Device
 from funcpar._errors import ReplicaMismatchError
+from funcpar._graph import holds_tensors, shares_memory
 from funcpar._reduce import add_up
+from funcpar._split import Split
 from funcpar._staging import Shards
 
 SPECS = ("auto", "mean", "sum", "stack", "shards")
@@ -29,20 +30,22 @@ class Merge:
 
     Attributes:
         call: The call for messages, such as ``pmap(train_step)``.
-        devices: One per shard.
-        rows: Rows of each shard, None when nothing was mapped.
+        split: What each shard got.
         weights: Weight of each shard in a mean.
         gradients: Tensors that a gradient function inside the body returned, by id.
     """
 
     call: str
-    devices: tuple[Device, ...]
-    rows: list[int] | None
+    split: Split
     weights: Sequence[float]
     gradients: frozenset[int] = frozenset()
 
     def trees(self, spec: Any, outs: Sequence[Any]) -> Any:
         """Merge one tree per shard; ``spec`` is a prefix of it."""
+        if spec == "shards":
+            return Shards(outs, self.split.devices)
+        if type(spec) in (list, tuple, dict) and "shards" in tree.leaves(spec):
+            return self._by_child(spec, outs)
         leaves, structure = tree.flatten(outs[0])
         rows = [leaves]
         for rank, out in enumerate(outs[1:], 1):
@@ -54,18 +57,33 @@ class Merge:
                     f"Return the same structure from every shard."
                 ) from None
         specs = tree.broadcast_prefix(spec, structure, f"{self.call}: out_axes")
-        if len(outs) == 1 and "stack" not in specs and "shards" not in specs:
-            return outs[0]
         paths = structure.paths("output")
+        self._check_lists(specs, rows, outs, structure)
         merged = [self.column(wanted, [row[k] for row in rows], paths[k]) for k, wanted in enumerate(specs)]
         return tree.unflatten(structure, merged)
 
+    def _by_child(self, spec: Any, outs: Sequence[Any]) -> Any:
+        """Merge the children one by one, so that a ``"shards"`` takes whatever each shard has there."""
+        keys = list(spec) if isinstance(spec, dict) else range(len(spec))
+        for out in outs:
+            if (
+                type(out) is not type(outs[0])
+                or type(out) not in (list, tuple, dict)
+                or len(out) != len(keys)
+            ):
+                raise ValueError(
+                    f"{self.call}: out_axes={spec!r} does not fit an output that is a {type(out).__name__}.\n"
+                    f'Give "shards" for the whole output, or for entries of a list, tuple or dict.'
+                )
+        merged = [self.trees(spec[key], [out[key] for out in outs]) for key in keys]
+        return dict(zip(keys, merged, strict=True)) if isinstance(spec, dict) else type(outs[0])(merged)
+
     def column(self, spec: Any, column: list[Any], path: str) -> Any:
         """Merge one leaf of every shard."""
-        if spec == "shards":
-            return Shards(column, self.devices)
+        if spec == "auto" or spec is None:
+            self._check_open(column, path)
         if len(column) == 1 and spec != "stack":
-            return column[0]
+            return self._own(column[0])
         if spec == "auto":
             spec = self._auto(column, path)
         if isinstance(spec, int):
@@ -89,7 +107,9 @@ class Merge:
                 return 0
         if not _all_equal(column):
             shapes = ", ".join(_kind(leaf) for leaf in column)
-            rows = "nothing is mapped" if self.rows is None else f"the shards have {self.rows} rows"
+            rows = (
+                "nothing is mapped" if self.split.rows is None else f"the shards have {self.split.rows} rows"
+            )
             raise ValueError(
                 f"{self.call}: {path} differs between shards and does not follow the rows: {shapes}; "
                 f"{rows}.\n"
@@ -99,13 +119,13 @@ class Merge:
         return None
 
     def _follows_rows(self, column: list[Tensor]) -> bool:
-        if self.rows is None or any(leaf.dim() == 0 for leaf in column):
+        if self.split.rows is None or any(leaf.dim() == 0 for leaf in column):
             return False
-        factor, rest = divmod(column[0].shape[0], self.rows[0])
+        factor, rest = divmod(column[0].shape[0], self.split.rows[0])
         return (
             rest == 0
             and factor > 0
-            and all(leaf.shape[0] == factor * n for leaf, n in zip(column, self.rows, strict=True))
+            and all(leaf.shape[0] == factor * n for leaf, n in zip(column, self.split.rows, strict=True))
         )
 
     def _joined(self, dim: int, column: list[Any], path: str) -> Tensor:
@@ -164,7 +184,40 @@ class Merge:
                 f"{', '.join(_kind(leaf) for leaf in column)}{_where_unequal(column)}.\n"
                 f'Reduce it in the function (fp.pmean, fp.psum), or give it out_axes "mean" or "stack".'
             )
-        return column[0]
+        return self._own(column[0])
+
+    def _own(self, leaf: Any) -> Any:
+        """Copy a tensor that sees memory of an argument; a replicated argument itself stays itself."""
+        if not isinstance(leaf, Tensor) or self.split.is_replicated(leaf):
+            return leaf
+        return leaf.clone() if shares_memory(leaf, self.split.whole) else leaf
+
+    def _check_open(self, column: list[Any], path: str) -> None:
+        """Refuse what may hold rows that nobody would join."""
+        for leaf in column:
+            if not isinstance(leaf, Tensor) and holds_tensors(leaf):
+                raise TypeError(
+                    f"{self.call}: {path} is a {type(leaf).__qualname__} that holds tensors or arrays, and "
+                    f"is no pytree node, so its rows cannot be joined.\n"
+                    f"Return tensors in dicts, lists, tuples or dataclasses (torch.from_numpy makes an array "
+                    f'a tensor), or leave it where it is with out_axes="shards".'
+                )
+
+    def _check_lists(
+        self, specs: list[Any], rows: list[list[Any]], outs: Sequence[Any], structure: Any
+    ) -> None:
+        """Refuse lists of plain values with one entry per row: equal ones would lose rows in silence."""
+        if "auto" not in specs or self.split.rows is None or len(outs) == 1:
+            return
+        if all(isinstance(leaf, Tensor) for leaf in rows[0]):
+            return
+        for path, items in _plain_lists(outs[0], "output"):
+            if len(items) == self.split.rows[0] and len(set(self.split.rows)) == 1:
+                raise ValueError(
+                    f"{self.call}: {path} is a list with one entry per row of its shard, and "
+                    f'out_axes="auto" joins only tensors.\n'
+                    f'Return a tensor, or give it out_axes=None if all shards agree, or "shards".'
+                )
 
     def _tensors(self, column: list[Any], path: str, wanted: str, alike: bool) -> None:
         if not all(isinstance(leaf, Tensor) for leaf in column):
@@ -179,6 +232,22 @@ class Merge:
                 f"{', '.join(_kind(leaf) for leaf in column)}; {wanted} needs them alike.\n"
                 f"Return the same from every shard."
             )
+
+
+def _plain_lists(out: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """Yield the lists in an output that hold no tensor and no container."""
+    if isinstance(out, dict):
+        for key, item in out.items():
+            yield from _plain_lists(item, f"{path}[{key!r}]")
+    elif isinstance(out, list | tuple):
+        if (
+            isinstance(out, list)
+            and out
+            and not any(isinstance(i, Tensor | list | tuple | dict) for i in out)
+        ):
+            yield path, out
+        for k, item in enumerate(out):
+            yield from _plain_lists(item, f"{path}[{k}]")
 
 
 def _same_object(column: list[Any]) -> bool:

@@ -152,7 +152,7 @@ class _Mapped:
         split = self.in_axes.split(self.binder.bind(args, kwargs), self._devices(), self.devices is not None)
         split, weights = self._weigh(split)
         frame = Frame(split.devices, self.axis_name, tuple(weights), self.call)
-        merge = Merge(self.call, split.devices, split.rows, weights)
+        merge = Merge(self.call, split, weights)
         if self.gradient is None:
             return self._plain(split, frame, merge, self.out_axes)
         fused = Fused(self.gradient, self.fun, split, frame, merge, self.value_spec, self.aux_spec)

@@ -65,6 +65,10 @@ class Split:
         """Put the caller's own tensors back in the place of marks."""
         return [self.whole[leaf.place] if isinstance(leaf, Passed) else leaf for leaf in out]
 
+    def is_replicated(self, tensor: Tensor) -> bool:
+        """Tell whether a tensor is an argument that every shard got whole."""
+        return any(leaf is tensor and axis is None for leaf, axis in zip(self.whole, self.axes, strict=True))
+
     def undivided(self) -> Split:
         """Return the same call as one shard."""
         rows = None if self.rows is None else [sum(self.rows)]
@@ -81,16 +85,22 @@ def cut(leaves: list[Any], axes: list[int | None], sizes: list[int]) -> list[lis
             continue
         if isinstance(leaf, Shards):
             pieces: Sequence[Any] = leaf.parts
-        elif leaf.requires_grad:
+        elif leaf.requires_grad and not leaf.is_sparse:
             pieces = torch.split(leaf, sizes, axis)  # One node, whose backward joins the gradients.
         else:
             pieces, start = [], 0
             for size in sizes:
-                pieces.append(leaf.narrow(axis, start, size))
+                pieces.append(_rows(leaf, axis, start, size))
                 start += size
         for shard, piece in zip(shards, pieces, strict=True):
             shard[k] = piece
     return shards
+
+
+def _rows(leaf: Tensor, axis: int, start: int, size: int) -> Tensor:
+    if leaf.is_sparse:
+        return leaf.index_select(axis, torch.arange(start, start + size, device=leaf.device))
+    return leaf.narrow(axis, start, size)
 
 
 def weights_of(call: str, weight: Callable[..., Any], split: Split) -> list[float]:

@@ -144,7 +144,9 @@ def test_parallel_call_in_a_shard_is_right(devices) -> None:
     weight = torch.tensor([0.5, -1.0, 2.0], dtype=torch.float64, requires_grad=True)
 
     def outer(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        sine, cosine = fp.parallel_call([lambda w, x: (x @ w).sin(), lambda w, x: (x @ w).cos()], [(w, x)] * 2)
+        sine, cosine = fp.parallel_call(
+            [lambda w, x: (x @ w).sin(), lambda w, x: (x @ w).cos()], [(w, x)] * 2
+        )
         return (sine * cosine).mean()
 
     def plain(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

