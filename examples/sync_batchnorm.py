@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import funcpar as fp
-from funcpar._batchnorm import SyncBatchNorm
 
 LARGEST_DIFFERENCE = 1e-9
 ROWS, CLASSES = 30, 5
@@ -34,10 +33,13 @@ def make_model() -> nn.Module:
 
 
 def make_batches(steps: int) -> list[tuple[Tensor, Tensor]]:
-    return [
-        (torch.randn(ROWS, 3, 8, 8, dtype=torch.float64), torch.randint(CLASSES, (ROWS,)))
-        for _ in range(steps)
-    ]
+    """Return noisy images, brighter for higher labels."""
+    batches = []
+    for _ in range(steps):
+        labels = torch.randint(CLASSES, (ROWS,))
+        images = torch.randn(ROWS, 3, 8, 8, dtype=torch.float64) + labels[:, None, None, None]
+        batches.append((images, labels))
+    return batches
 
 
 def train_on_one(model: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
@@ -51,7 +53,7 @@ def train_on_one(model: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> dict
 
 
 def train_on_many(model: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
-    model = SyncBatchNorm.convert_sync_batchnorm(model)
+    model = fp.SyncBatchNorm.convert_sync_batchnorm(model)
     apply, params, buffers = fp.functionalize_with_buffers(model)
 
     def loss_fn(
@@ -83,6 +85,8 @@ def main() -> int:
     args = parser.parse_args()
     fp.set_cpu_devices(args.devices)
     torch.manual_seed(0)
+    print("Training a CNN with fp.SyncBatchNorm on shards, against BatchNorm on one device.")
+    print(f"Devices: {', '.join(map(str, fp.devices()))}; {ROWS} rows a step.")
     model, batches = make_model().double(), make_batches(args.steps)
     many = train_on_many(copy.deepcopy(model), batches)
     one = train_on_one(model, batches)

@@ -87,16 +87,16 @@ def shares_memory(tensor: Tensor, others: Sequence[Any]) -> bool:
     if any(other is tensor for other in others):
         return True
     try:
-        mine = tensor.untyped_storage()._cdata
+        storage = tensor.untyped_storage()
     except (NotImplementedError, RuntimeError):  # Sparse, or wrapped by a transform.
         return False
-    if torch._C._storage_Use_Count(mine) <= _FRESH:
+    if torch._C._storage_Use_Count(storage._cdata) <= 2:  # The tensor's, and that of `storage`.
         return False
     return any(
         isinstance(other, Tensor)
         and other.layout is torch.strided
         and not torch._C._functorch.is_functorch_wrapped_tensor(other)
-        and other.untyped_storage()._cdata == mine
+        and other.untyped_storage()._cdata == storage._cdata
         for other in others
     )
 
@@ -112,7 +112,5 @@ def holds_tensors(leaf: Any) -> bool:
     return False
 
 
-# The count of a storage that one tensor, and the Python object made for counting, hold.
-_FRESH = torch._C._storage_Use_Count(torch.zeros(1).untyped_storage()._cdata)
 # What is counted for tensors that nothing but a list knows: one with its own memory, one a view.
 _ALONE = {tuple(_owners(tensor)) for tensor in [torch.zeros(1, 1), torch.zeros(1, 1).t()]}

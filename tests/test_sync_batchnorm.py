@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 import funcpar as fp
-from funcpar._batchnorm import SyncBatchNorm
 
 D = torch.float64
 NORMS = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
@@ -25,7 +24,7 @@ def pair(
         for tensor in (*norm.parameters(), *norm.buffers()):
             if tensor.is_floating_point():
                 tensor.uniform_(0.5, 2.0)
-    return norm, SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(norm))
+    return norm, fp.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(norm))
 
 
 def difference(one: Any, other: Any) -> float:
@@ -149,7 +148,7 @@ def test_hessians_are_those_of_the_formula():
 
 
 def test_derivatives_taken_inside_a_shard_pass_finite_differences():
-    sync = SyncBatchNorm(2, dtype=D, track_running_stats=False)
+    sync = fp.SyncBatchNorm(2, dtype=D, track_running_stats=False)
     apply, params = fp.functionalize(sync)
     mapped = fp.pmap(lambda x, w: apply({**params, "weight": w}, x).sin(), in_axes=(0, None))
     x, w = torch.randn(5, 2, dtype=D, requires_grad=True), torch.rand(2, dtype=D, requires_grad=True)

@@ -11,11 +11,10 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 import funcpar as fp
-from funcpar._batchnorm import SyncBatchNorm
 
 IN, OUT = (None, None, 0), (0, None)
 D = torch.float64
-convert = SyncBatchNorm.convert_sync_batchnorm
+convert = fp.SyncBatchNorm.convert_sync_batchnorm
 
 
 def test_conversion_keeps_parameters_buffers_mode_and_everything_else():
@@ -31,7 +30,7 @@ def test_conversion_keeps_parameters_buffers_mode_and_everything_else():
         dict(model.named_parameters()) | dict(model.named_buffers()),
     )
     assert convert(model, "batch") is model
-    assert isinstance(model[1], SyncBatchNorm) and isinstance(model[2][0], SyncBatchNorm)
+    assert isinstance(model[1], fp.SyncBatchNorm) and isinstance(model[2][0], fp.SyncBatchNorm)
     assert model[1].axis_name == model[2][0].axis_name == "batch"
     assert model[1].training and not model[2][0].training
     assert (model[1].eps, model[1].momentum, model[1].bias) == (0.1, None, None)
@@ -44,13 +43,13 @@ def test_conversion_keeps_parameters_buffers_mode_and_everything_else():
 def test_a_batch_norm_alone_gives_a_new_layer_and_stays_what_it_was():
     norm = nn.BatchNorm1d(3)
     new = convert(norm)
-    assert type(norm) is nn.BatchNorm1d and type(new) is SyncBatchNorm
+    assert type(norm) is nn.BatchNorm1d and type(new) is fp.SyncBatchNorm
     assert new.weight is norm.weight and new.running_var is norm.running_var
     new.running_var = None
     assert norm.running_var is not None
     again = convert(new, "rows")
     assert again.axis_name == "rows" and new.axis_name is None
-    assert type(convert(nn.SyncBatchNorm(3))) is SyncBatchNorm
+    assert type(convert(nn.SyncBatchNorm(3))) is fp.SyncBatchNorm
     assert not hasattr(convert(nn.SyncBatchNorm(3)), "process_group")
 
 
@@ -63,7 +62,7 @@ def test_what_is_no_batch_norm_is_left_alone():
 def test_a_layer_under_two_names_stays_one_layer():
     norm = nn.BatchNorm1d(2)
     model = convert(nn.ModuleDict({"a": norm, "b": nn.Sequential(norm, norm)}))
-    assert isinstance(model["a"], SyncBatchNorm)
+    assert isinstance(model["a"], fp.SyncBatchNorm)
     assert model["b"][0] is model["b"][1] is model["a"]
 
 
@@ -119,7 +118,7 @@ def test_a_converted_model_trains_as_on_one_device(monkeypatch, capsys):
 
 
 def test_construction_takes_the_arguments_of_batch_norm():
-    norm = SyncBatchNorm(3, 0.1, None, True, False, "cpu", D, bias=False, axis_name="batch")
+    norm = fp.SyncBatchNorm(3, 0.1, None, True, False, "cpu", D, bias=False, axis_name="batch")
     plain = nn.BatchNorm1d(3, 0.1, None, True, False, "cpu", D, bias=False)
     assert repr(norm) == repr(plain).replace("BatchNorm1d", "SyncBatchNorm")[:-1] + ", axis_name='batch')"
     assert norm.weight.dtype is D and norm.state_dict().keys() == plain.state_dict().keys()
@@ -127,7 +126,7 @@ def test_construction_takes_the_arguments_of_batch_norm():
 
 
 def test_the_named_axis_is_used_and_an_unknown_one_is_refused():
-    sync = SyncBatchNorm(3, dtype=D)
+    sync = fp.SyncBatchNorm(3, dtype=D)
     apply, params, buffers = fp.functionalize_with_buffers(sync)
     x = torch.randn(8, 3, dtype=D)
     sync.axis_name = "batch"
@@ -137,7 +136,7 @@ def test_the_named_axis_is_used_and_an_unknown_one_is_refused():
 
 
 def test_a_module_that_shards_would_write_to_is_refused():
-    sync = SyncBatchNorm(3, dtype=D)
+    sync = fp.SyncBatchNorm(3, dtype=D)
     before = copy.deepcopy(sync.state_dict())
     with pytest.raises(ValueError, match=r"would write running statistics that shards share"):
         fp.pmap(sync, in_axes=0)(torch.randn(8, 3, dtype=D))
@@ -157,13 +156,13 @@ def test_a_module_that_shards_would_write_to_is_refused():
     ],
 )
 def test_inputs_that_do_not_fit_are_refused(x, error, message):
-    apply, params, buffers = fp.functionalize_with_buffers(SyncBatchNorm(3))
+    apply, params, buffers = fp.functionalize_with_buffers(fp.SyncBatchNorm(3))
     with pytest.raises(error, match=message):
         fp.pmap(apply, in_axes=IN, out_axes=OUT)(params, buffers, x)
 
 
 def test_one_value_per_channel_is_refused_as_in_torch():
-    apply, params, buffers = fp.functionalize_with_buffers(SyncBatchNorm(3))
+    apply, params, buffers = fp.functionalize_with_buffers(fp.SyncBatchNorm(3))
     keep = torch.arange(8) == 5
     mapped = fp.pmap(
         lambda p, b, x, keep: apply(p, b, x[keep]), in_axes=(None, None, 0, 0), out_axes=("shards", None)
