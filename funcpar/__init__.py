@@ -8,6 +8,7 @@
 """
 
 from funcpar import tree as tree
+from funcpar._batchnorm import SyncBatchNorm as SyncBatchNorm
 from funcpar._call import parallel_call as parallel_call
 from funcpar._check import check as check
 from funcpar._collectives import all_gather as all_gather

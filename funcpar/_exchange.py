@@ -26,6 +26,7 @@ from torch._C import _functorch
 from funcpar._graph import ROOT, Gradient, apply, reach
 from funcpar._group import Call, Shard, call_site, find, live
 from funcpar._maps import Extremum, Map, Sum
+from funcpar._pages import empty_like
 from funcpar._world import differentiates_above, in_torch_func
 
 # Below this many entries in all, a shard hands out copies; above, the others read its own values,
@@ -81,11 +82,12 @@ class Signature:
 
     options: Map
     structure: Any
-    leaves: tuple[str, ...]
+    leaves: tuple[tuple[torch.dtype, torch.Size], ...]
 
     def __str__(self) -> str:
         more = len(self.leaves) - 4
-        shown = ", ".join(self.leaves[:4]) + (f", and {more} more" if more > 0 else "")
+        shown = ", ".join(f"{str(dtype)[6:]}{list(shape)}" for dtype, shape in self.leaves[:4])
+        shown += f", and {more} more" if more > 0 else ""
         return f"{shown}; {self.options}; {self.structure}"
 
 
@@ -105,7 +107,7 @@ class Request:
 
     def call(self, wanted: Map, leaves: Sequence[Tensor]) -> Call:
         """Return what the group compares."""
-        kinds = tuple(f"{str(leaf.dtype)[6:]}{list(leaf.shape)}" for leaf in leaves)
+        kinds = tuple((leaf.dtype, leaf.shape) for leaf in leaves)
         return Call(self.name, Signature(wanted, self.structure, kinds), call_site())
 
 
@@ -174,7 +176,7 @@ def _meet(
 def _room_for(leaf: Tensor) -> Tensor | None:
     """Return memory for a sum that the shards make together, or None where each makes its own."""
     alone = leaf.numel() < _SMALL or leaf.element_size() < 4 or leaf.layout is not torch.strided
-    return None if alone else torch.empty(leaf.shape, dtype=leaf.dtype, device=leaf.device)
+    return None if alone else empty_like(leaf)
 
 
 def _directly(shard: Shard, request: Request, wanted: Map, leaves: list[Tensor]) -> list[Tensor]:

@@ -17,10 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from funcpar._devices import Device
 from funcpar._errors import CollectiveTimeoutError, ReplicaMismatchError, ShardAborted, UnboundAxisError
 
-_PACKAGE = str(Path(__file__).parent)
+_NOT_THE_USERS = (str(Path(__file__).parent), str(Path(torch.__file__).parent))
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,9 +206,9 @@ def _timeout() -> float:
 
 
 def call_site() -> str:
-    """Return file and line of the innermost frame that is not this package's."""
+    """Return file and line of the innermost frame that is neither this package's nor torch's."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 

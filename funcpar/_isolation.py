@@ -77,8 +77,7 @@ def _shell_for(module: nn.Module, given: dict[str, Tensor], tie: bool, strict: b
     rest = {name: tensor for name, tensor in untied.items() if name not in placed}
     rest.update({name: tensor.clone() for name, tensor in rest.items() if name in buffers})
     NamedMemberAccessor(shell.module).swap_tensors_dict(rest, allow_missing=True)
-    for buffer in shell.buffers.values():
-        buffer.adopt()
+    shell.adopt()
     return shell
 
 

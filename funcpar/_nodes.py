@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from builtins import map as each
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from enum import Enum
 from functools import cached_property, lru_cache, partial
 from itertools import islice
@@ -116,6 +116,18 @@ class Spec:
     def named_children(self) -> dict[Any, Spec]:
         """Return the children by key or index."""
         return dict(zip(self.keys or range(len(self.children)), self.children, strict=True))
+
+    def has_mapping(self) -> bool:
+        """Tell whether a node has keys, whose order may differ from tree to tree."""
+        return self.kind.style == "mapping" or (
+            not self.is_flat and any(child.has_mapping() for child in self.children)
+        )
+
+    def order(self) -> Sequence[int]:
+        """Return the leaves in an order that does not depend on the order of keys."""
+        if not self.has_mapping():
+            return range(self.num_leaves)
+        return sorted(range(self.num_leaves), key=self.paths().__getitem__)
 
     def paths(self, root: str = "") -> tuple[str, ...]:
         """Return, for every leaf, the code that reaches it from a variable called `root`."""

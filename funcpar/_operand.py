@@ -39,21 +39,32 @@ def communicate(
     shard = find(axis_name, name)
     wanted = make(shard)
     leaves, spec = tree.flatten(x)
-    paths = spec.paths("x")
-    sent: list[Tensor] = []
-    for leaf, path in zip(leaves, paths, strict=True):
-        tensor = leaf if isinstance(leaf, Tensor) else _as_tensor(name, leaf, path)
-        if check is not None:
-            group = getattr(wanted, "groups", ((*range(shard.group.size),),))[0]
-            check(tensor, f"{name}: {path}", len(group))
-        sent.append(tensor if prepare is None else prepare(tensor, shard))
+    if check is not None or not all(isinstance(leaf, Tensor) for leaf in leaves):
+        sent = _checked(name, leaves, spec.paths("x"), check, wanted, shard.group.size)
+    else:
+        sent = leaves
+    if prepare is not None:
+        sent = [prepare(tensor, shard) for tensor in sent]
     # Dicts agree by name, whatever the order of their keys in each shard.
-    order = sorted(range(len(sent)), key=paths.__getitem__)
+    order = spec.order()
     outs = carry_out(Request(axis_name, name, spec), wanted, [sent[k] for k in order])
     answer: list[Any] = [None] * len(sent)
     for k, out in zip(order, outs, strict=True):
         answer[k] = out if isinstance(leaves[k], Tensor) or out.dim() else out.item()
     return tree.unflatten(spec, answer)
+
+
+def _checked(
+    name: str, leaves: list[Any], paths: Sequence[str], check: Check | None, wanted: Map, size: int
+) -> list[Tensor]:
+    groups = getattr(wanted, "groups", None)
+    found = []
+    for leaf, path in zip(leaves, paths, strict=True):
+        tensor = leaf if isinstance(leaf, Tensor) else _as_tensor(name, leaf, path)
+        if check is not None:
+            check(tensor, f"{name}: {path}", len(groups[0]) if groups else size)
+        found.append(tensor)
+    return found
 
 
 def over_axes(axis_name: Hashable) -> Iterable[Hashable]:

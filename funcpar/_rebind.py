@@ -1,6 +1,5 @@
 """Rebind what a module keeps in its attributes, so that nothing on a copy points back at the original."""
 
-import argparse
 import copy
 import functools
 import sys
@@ -8,14 +7,17 @@ import types
 import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
-from funcpar._references import CONTAINERS, children, is_empty, referent, slots_of
+from funcpar._references import (
+    CONTAINERS, NAMESPACES, children, is_copyable, is_empty, is_guard, referent, slots_of,
+)  # fmt: skip
 
-_COPIED_STDLIB = (types.SimpleNamespace, argparse.Namespace)
 _MOST_OBJECTS = 100_000
+# To copy is to recurse; an object deeper than this in others stays shared.
+_DEEPEST = 20
 
 
 class SlotNamespace:
@@ -28,11 +30,21 @@ class SlotNamespace:
         object.__setattr__(self._owner, key, value)
 
 
-Kept = tuple[dict[str, Any] | SlotNamespace, str, Any, str]
+class Kept(NamedTuple):
+    """A value that a module holds, and where on its shell the copy belongs."""
+
+    namespace: dict[str, Any] | SlotNamespace
+    key: str
+    value: Any
+    path: str
+    is_hooks: bool
 
 
 def rebind(kept: list[Kept], members: dict[int, Any]) -> None:
-    """Put into each `(namespace, key, value, path)` the value with every member of the tree replaced.
+    """Put a copy of each value in its place, in which every member of the tree is replaced.
+
+    Copied are the containers and plain objects that a forward reaches through attributes and may write to,
+    and whatever leads to a member or to one of those. The rest stays shared, as does what hooks hold.
 
     Args:
         kept: what modules hold; `path` is the code that reaches the value, for messages.
@@ -42,14 +54,13 @@ def rebind(kept: list[Kept], members: dict[int, Any]) -> None:
         TypeError: a value that points into the tree cannot be rebuilt.
     """
     search = _Search(members)
-    for _, _, value, path in kept:
-        if type(value) in CONTAINERS:
-            # What a forward appends or caches must not reach the user's module, nor another thread.
-            search.stale.add(id(value))
-        search.explore(value, path)
-    search.spread()
-    for namespace, key, value, _ in kept:
-        namespace[key] = search.rebuilt(value)
+    for one in kept:
+        search.explore(one.value, one.path)
+    search.spread(object)
+    search.claim(kept)
+    search.spread(_TRANSPARENT)
+    for one in kept:
+        one.namespace[one.key] = search.rebuilt(one.value)
 
 
 class _Search:
@@ -94,12 +105,33 @@ class _Search:
                     "which cannot be rebound.\nUse the module that the hook is given as its first argument."
                 )
 
-    def spread(self) -> None:
-        """Mark everything from which something stale can be reached."""
+    def claim(self, kept: list[Kept]) -> None:
+        """Mark what a forward may write to, and no other thread should see."""
+        self.stale.update(id(one.value) for one in kept if one.is_hooks)
+        level = {id(one.value): one.value for one in kept if not one.is_hooks}
+        done = set(self.members)
+        for _ in range(_DEEPEST):
+            below: dict[int, Any] = {}
+            for key in level.keys() - done:
+                value, kind = level[key], type(level[key])
+                # No isinstance: a dead proxy raises.
+                if not (is_copyable(kind) or issubclass(kind, tuple)):
+                    continue
+                inner = {id(child): child for _, child in children(value, "")}
+                if not issubclass(kind, tuple):
+                    if kind not in CONTAINERS and any(map(is_guard, inner.values())):
+                        continue
+                    self.stale.add(key)
+                below |= inner
+            done |= level.keys()
+            level = below
+
+    def spread(self, kinds: type | tuple[Any, ...]) -> None:
+        """Mark everything of some kinds from which something stale can be reached."""
         queue = list(self.stale)
         while queue:
             for parent in self.parents.get(queue.pop(), ()):
-                if parent not in self.stale:
+                if parent not in self.stale and isinstance(self.seen[parent][0], kinds):
                     self.stale.add(parent)
                     queue.append(parent)
 
@@ -136,7 +168,7 @@ class _Search:
 
     def _blank(self, value: Any) -> Any:
         # A copy first, so that subclasses keep their factory, length or attributes.
-        new = self.memo[id(value)] = copy.copy(value)
+        new = self.memo[id(value)] = value.copy() if type(value) in CONTAINERS else copy.copy(value)
         if hasattr(value, "__dict__") and type(value) not in CONTAINERS:
             new.__dict__.update({name: self.rebuilt(item) for name, item in value.__dict__.items()})
         return new
@@ -190,9 +222,9 @@ class _Search:
         cls = type(value)
         root = cls.__module__.partition(".")[0]
         try:
-            if root in sys.stdlib_module_names and not isinstance(value, _COPIED_STDLIB):
+            if root in sys.stdlib_module_names and not isinstance(value, NAMESPACES):
                 raise TypeError(root)
-            make: Any = cls.__new__ if isinstance(value, _COPIED_STDLIB) else object.__new__
+            make: Any = cls.__new__ if isinstance(value, NAMESPACES) else object.__new__
             new = self.memo[id(value)] = make(cls)
         except TypeError:
             raise TypeError(
@@ -218,3 +250,8 @@ _REBUILDERS: list[tuple[type | tuple[type, ...], Callable[[_Search, Any], Any]]]
     (weakref.ref, _Search._rebuild_weakref),
     (types.FunctionType, _Search._rebuild_function),
 ]
+# Copied also where they lead only to what a forward may write to; lists in a hook's closure are not.
+_TRANSPARENT = (
+    *weakref.ProxyTypes, weakref.ref, tuple, frozenset, functools.partial,
+    types.MethodType, types.BuiltinMethodType, types.FunctionType,
+)  # fmt: skip

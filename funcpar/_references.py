@@ -1,10 +1,13 @@
 """What a Python object refers to, as far as it may lead back to a module."""
 
+import argparse
+import copyreg
 import functools
 import gc
 import itertools
 import logging
 import random
+import sys
 import types
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -19,6 +22,10 @@ PLAIN = frozenset((
     torch.Size, torch.dtype, torch.device, torch.layout, torch.memory_format,
 ))  # fmt: skip
 CONTAINERS = frozenset((list, dict, set, deque, OrderedDict, defaultdict, Counter))
+NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
+_FOREIGN = sys.stdlib_module_names | {"torch", "numpy"}
+_BASES = (dict, list, set, object)
+_THREADS = frozenset(("_thread", "threading", "queue", "_queue", "asyncio", "multiprocessing", "concurrent"))
 _LEAVES = (type, types.ModuleType, logging.Logger, logging.Handler, random.Random, torch.fx.Graph, Tensor)
 
 
@@ -30,6 +37,34 @@ def slots_of(value: object) -> Iterator[str]:
             mangled = f"_{cls.__name__.lstrip('_')}{name}" if name[:2] == "__" != name[-2:] else name
             if name not in ("__dict__", "__weakref__") and hasattr(value, mangled):
                 yield mangled
+
+
+@functools.lru_cache(maxsize=1024)
+def is_copyable(cls: type) -> bool:
+    """Tell whether objects of a class are no more than their attributes and items, for all that it says.
+
+    Not so are classes that say how to copy or finalise them, keep state in C, or make sure of their identity.
+    """
+    if cls in CONTAINERS or cls in NAMESPACES:
+        return True
+    foreign = str(cls.__module__).partition(".")[0] in _FOREIGN
+    if foreign and not str(cls.__module__).startswith("torch.nn.modules."):
+        return False
+    base = next(kind for kind in _BASES if issubclass(cls, kind))
+    names = len(copyreg._slotnames(cls))  # type: ignore[attr-defined]
+    words = names + (cls.__dictoffset__ > 0) + (cls.__weakrefoffset__ > 0)
+    return (
+        cls.__new__ is base.__new__
+        and cls.__reduce_ex__ is object.__reduce_ex__
+        and cls.__reduce__ is object.__reduce__
+        and not any(hasattr(cls, name) for name in ("__copy__", "__deepcopy__", "__del__"))
+        and cls.__basicsize__ <= base.__basicsize__ + words * tuple.__itemsize__
+    )
+
+
+def is_guard(value: Any) -> bool:
+    """Tell whether a value is a lock, a thread, a queue or the like: what holds it is made to be shared."""
+    return str(type(value).__module__).partition(".")[0] in _THREADS
 
 
 def is_plain(container: Any) -> bool:
@@ -88,7 +123,8 @@ def _referred(value: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, (set, frozenset)):
         yield from (("{...}", item) for item in value)
     elif not hasattr(value, "__dict__"):
-        kinds = (nn.Module, Tensor, types.MethodType)
+        # A generator or iterator goes on where it is, so that what it runs over matters.
+        kinds = object if hasattr(value, "__next__") else (nn.Module, Tensor, types.MethodType)
         yield from (("", item) for item in gc.get_referents(value) if isinstance(item, kinds))
     yield from ((f".{name}", getattr(value, name)) for name in slots_of(value))
     if hasattr(value, "__dict__"):

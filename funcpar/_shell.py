@@ -3,7 +3,7 @@
 import dataclasses
 from collections import OrderedDict
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -34,8 +34,7 @@ _REFUSED: dict[type, str] = {
 }
 
 
-@dataclasses.dataclass(slots=True)
-class ShellBuffer:
+class ShellBuffer(NamedTuple):
     """One buffer of a shell: where it lives, what it was cloned from, and the private clone."""
 
     owner: dict[str, Tensor | None]
@@ -47,12 +46,6 @@ class ShellBuffer:
     def current(self) -> Tensor | None:
         """Return what is in the buffer's place now."""
         return self.owner.get(self.key)
-
-    def adopt(self) -> None:
-        """Take what is in the buffer's place as what it started as."""
-        current = self.current()
-        if current is not None and current is not self.clone:
-            self.source, self.clone = current.clone(), current
 
     def is_kept(self) -> bool | Tensor:
         """Tell whether a forward left this buffer alone; on an accelerator the answer comes later."""
@@ -70,36 +63,18 @@ class Shell:
     params: dict[str, Tensor]
     buffers: dict[str, ShellBuffer]
 
+    def adopt(self) -> None:
+        """Take what is in the buffers' places as what they started as."""
+        for name, buffer in self.buffers.items():
+            current = buffer.current()
+            if current is not None and current is not buffer.clone:
+                self.buffers[name] = buffer._replace(source=current.clone(), clone=current)
+
     def changed(self) -> list[str]:
         """Name the buffers that a forward has changed."""
         # All comparisons are enqueued before the first is waited for.
         kept = {name: buffer.is_kept() for name, buffer in self.buffers.items()}
         return [name for name, same in kept.items() if not same]
-
-
-def _renew_hooks(own: dict[str, Any]) -> None:
-    """Put empty dictionaries for hooks, so that a hook that a forward registers stays on the shell."""
-    # Written out, as this is a quarter of the time it takes to make a shell.
-    own["_forward_hooks"] = OrderedDict()
-    own["_forward_hooks_with_kwargs"] = OrderedDict()
-    own["_forward_hooks_always_called"] = OrderedDict()
-    own["_forward_pre_hooks"] = OrderedDict()
-    own["_forward_pre_hooks_with_kwargs"] = OrderedDict()
-    own["_backward_hooks"] = OrderedDict()
-    own["_backward_pre_hooks"] = OrderedDict()
-
-
-def _has_hooks(entries: dict[str, Any]) -> bool:
-    return bool(
-        entries["_forward_hooks"]
-        or entries["_forward_pre_hooks"]
-        or entries["_backward_hooks"]
-        or entries["_backward_pre_hooks"]
-        or entries["_state_dict_hooks"]
-        or entries["_state_dict_pre_hooks"]
-        or entries["_load_state_dict_pre_hooks"]
-        or entries["_load_state_dict_post_hooks"]
-    )
 
 
 def _innermost(tensor: Tensor) -> Tensor:
@@ -130,7 +105,7 @@ class _Builder:
         self.members: dict[int, Any] = {}
         self.names: dict[str, Tensor] = {}
         self.buffers: dict[str, ShellBuffer] = {}
-        self.pending: list[Kept] = []
+        self.pending: list[tuple[dict[str, Any] | SlotNamespace, str, Any, str]] = []
 
     def path(self, prefix: str, key: str = "") -> str:
         """Write a module's attribute as the code that reaches it: `model.blocks[0].helper`."""
@@ -139,74 +114,91 @@ class _Builder:
 
     def copy(self, module: nn.Module, prefix: str) -> nn.Module:
         """Return the shell of a module and of everything below it."""
-        known = self.members.get(id(module))
-        if known is not None:
-            return known  # type: ignore[no-any-return]
-        cls = type(module)
-        if not _REFUSED.keys().isdisjoint(cls.__mro__):
-            reason = next(text for kind, text in _REFUSED.items() if kind in cls.__mro__)
-            raise TypeError(f"functionalize: {self.path(prefix)}: {reason}.")
-        entries = module.__dict__
+        if id(module) in self.members:
+            return self.members[id(module)]  # type: ignore[no-any-return]
+        cls, entries = type(module), module.__dict__
         shell: nn.Module = object.__new__(cls)
         # Always through __dict__: a module's own __setattr__ may refuse, register, or write elsewhere.
         own = entries.copy()
         object.__setattr__(shell, "__dict__", own)
         self.members[id(module)] = shell
-        own["_parameters"] = self._parameters(params, prefix) if (params := entries["_parameters"]) else {}
-        own["_buffers"] = self._buffers(module, buffers, prefix) if (buffers := entries["_buffers"]) else {}
-        own["_non_persistent_buffers_set"] = entries["_non_persistent_buffers_set"].copy()
-        _renew_hooks(own)
-        if _has_hooks(entries):
+        own["_parameters"] = new = entries["_parameters"].copy()
+        if new:
+            self._parameters(new, prefix)
+        own["_buffers"] = new = entries["_buffers"].copy()
+        if new:
+            # Batch norm's kernel and writes to `.data` change values and leave the version alone.
+            self._buffers(new, prefix, module.training)
+        known = _KNOWN.get(cls)
+        if known is None or not entries.keys() <= known:
+            self._attributes(module, shell, own, prefix)
+        if (
+            entries["_forward_hooks"] or entries["_forward_pre_hooks"] or entries["_backward_hooks"]
+            or entries["_backward_pre_hooks"] or entries["_state_dict_hooks"]
+            or entries["_state_dict_pre_hooks"] or entries["_load_state_dict_pre_hooks"]
+            or entries["_load_state_dict_post_hooks"]
+        ):  # fmt: skip
             self.pending += [(own, key, entries[key], prefix) for key in _HOOKS if entries.get(key)]
-        if cls not in _KNOWN or not entries.keys() <= _KNOWN[cls]:
-            self._attributes(own, entries, prefix)
-        if cls.__basicsize__ != _MODULE_SIZE:
-            names = slots_of(module)
-            self.pending += [(SlotNamespace(shell), key, getattr(module, key), prefix) for key in names]
-        own["_modules"] = {
-            key: child if child is None else self.copy(child, f"{prefix}{key}.")
-            for key, child in entries["_modules"].items()
-        }
+        # A hook that a forward registers stays on the shell. In this form as each step counts, per module.
+        own["_forward_hooks"] = OrderedDict()
+        own["_forward_hooks_with_kwargs"] = OrderedDict()
+        own["_forward_hooks_always_called"] = OrderedDict()
+        own["_forward_pre_hooks"] = OrderedDict()
+        own["_forward_pre_hooks_with_kwargs"] = OrderedDict()
+        own["_backward_hooks"] = OrderedDict()
+        own["_backward_pre_hooks"] = OrderedDict()
+        own["_non_persistent_buffers_set"] = entries["_non_persistent_buffers_set"].copy()
+        own["_modules"] = modules = entries["_modules"].copy()
+        for key, child in modules.items():
+            if child is not None:
+                modules[key] = self.copy(child, f"{prefix}{key}.")
         return shell
 
-    def _parameters(self, entries: dict[str, Tensor | None], prefix: str) -> dict[str, Tensor | None]:
-        new = entries.copy()
+    def _parameters(self, entries: dict[str, Tensor | None], prefix: str) -> None:
         members = self.members
         for key, param in entries.items():
             if param is None:
                 continue
-            if id(param) not in members:
+            place = id(param)
+            if place not in members:
                 if type(param) in _LAZY:
-                    raise _lazy_error(self.path(prefix, key))
+                    raise self._lazy_error(prefix, key)
                 name = prefix + key
                 self.names[name] = param
-                members[id(param)] = self.params.get(name, param)
-            new[key] = members[id(param)]
-        return new
+                members[place] = self.params.get(name, param)
+            entries[key] = members[place]
 
-    def _buffers(
-        self, module: nn.Module, entries: dict[str, Tensor | None], prefix: str
-    ) -> dict[str, Tensor | None]:
-        new = entries.copy()
-        # Batch norm's kernel and writes to `.data` change values and leave the version alone.
-        exact = module.training
+    def _buffers(self, entries: dict[str, Tensor | None], prefix: str, exact: bool) -> None:
         members = self.members
         for key, buffer in entries.items():
             if buffer is None:
                 continue
-            if id(buffer) not in members:
+            place = id(buffer)
+            if place not in members:
                 if type(buffer) in _LAZY:
-                    raise _lazy_error(self.path(prefix, key))
+                    raise self._lazy_error(prefix, key)
                 name = prefix + key
                 source = self.given_buffers.get(name, buffer)
-                members[id(buffer)] = clone = source.clone()
-                self.buffers[name] = ShellBuffer(new, key, source, clone, exact)
-            new[key] = members[id(buffer)]
-        return new
+                members[place] = clone = source.clone()
+                self.buffers[name] = ShellBuffer(entries, key, source, clone, exact)
+            entries[key] = members[place]
 
-    def _attributes(self, own: dict[str, Any], entries: dict[str, Any], prefix: str) -> None:
-        for key in entries.keys() - _BASE:
-            value = entries[key]
+    def _lazy_error(self, prefix: str, key: str) -> TypeError:
+        return TypeError(
+            f"functionalize: {self.path(prefix, key)} has no shape yet, as its lazy module has seen no input.\n"
+            "Call the module once on an example before you functionalize it."
+        )
+
+    def _attributes(self, module: nn.Module, shell: nn.Module, own: dict[str, Any], prefix: str) -> None:
+        cls = type(module)
+        for kind, reason in _REFUSED.items():
+            if kind in cls.__mro__:
+                raise TypeError(f"functionalize: {self.path(prefix)}: {reason}.")
+        if cls.__basicsize__ != _MODULE_SIZE:
+            slots = SlotNamespace(shell)
+            self.pending += [(slots, key, getattr(module, key), prefix) for key in slots_of(module)]
+        for key in own.keys() - _BASE:
+            value = own[key]
             kind = type(value)
             if kind in PLAIN or (kind is tuple and PLAIN.issuperset(map(type, value))):
                 continue
@@ -217,13 +209,6 @@ class _Builder:
                 self.members[id(value)] = own[key] = value.copy()
             else:
                 self.pending.append((own, key, value, prefix))
-
-
-def _lazy_error(path: str) -> TypeError:
-    return TypeError(
-        f"functionalize: {path} has no shape yet, as its lazy module has seen no input.\n"
-        "Call the module once on an example before you functionalize it."
-    )
 
 
 def make_shell(
@@ -238,7 +223,10 @@ def make_shell(
     else:
         shell = builder.copy(module, "")
     if builder.pending:
-        kept = [(own, key, value, builder.path(prefix, key)) for own, key, value, prefix in builder.pending]
+        kept = [
+            Kept(own, key, value, builder.path(prefix, key), key in _HOOKS)
+            for own, key, value, prefix in builder.pending
+        ]
         rebind(kept, builder.members)
     if parametrize._cache_enabled and any(
         isinstance(m, parametrize.ParametrizationList) for m in shell.modules()

@@ -1,7 +1,7 @@
 """The oracle: what pmap must return, computed by one loop in one thread.
 
-The law says that ``pmap(f)(params, batch) == f(params, batch)``, so mostly the oracle is ``f`` itself. Where it
-is not ("stack", "sum", weights), it is split, loop and merge as they are written here.
+The law says that ``pmap(f)(params, batch) == f(params, batch)``, so mostly the oracle is ``f`` itself. Where
+it is not ("stack", "sum", weights), it is split, loop and merge as they are written here.
 """
 
 import torch

@@ -69,7 +69,7 @@ def test_shards_of_different_sizes_cannot_be_gathered():
     with pytest.raises(
         fp.ReplicaMismatchError, match=r"all_gather\(float32\[2\].*\n.*all_gather\(float32\[1\]"
     ):
-        fp.pmap(lambda x: fp.all_gather(x), in_axes=0)(torch.ones(3))  # noqa: PLW0108
+        fp.pmap(fp.all_gather, in_axes=0, devices=2)(torch.ones(3))
 
 
 def _model(params: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
@@ -195,7 +195,7 @@ def test_results_own_their_memory_on_every_number_of_shards(devices, num_entries
             fp.all_gather(mine, tiled=True),
         )
         for out in outs:
-            out += 1
+            out.add_(1)
         assert torch.equal(mine, torch.ones(num_entries))
         return tuple(out[:2] for out in outs)
 

@@ -37,7 +37,9 @@ def assert_close(found, expected, dtype):
             continue
         finite = other.detach().abs()[other.detach().isfinite()]
         scale = max(finite.max().item() if finite.numel() else 0.0, 1e-2)
-        torch.testing.assert_close(one, other, rtol=0, atol=TOLERANCE[dtype] * scale, equal_nan=True, msg=path)
+        torch.testing.assert_close(
+            one, other, rtol=0, atol=TOLERANCE[dtype] * scale, equal_nan=True, msg=path
+        )
 
 
 def assert_bitwise(found, expected):
@@ -56,8 +58,7 @@ def scores(params, batch, extra, dims):
         real = flat if flat.is_floating_point() else flat.double().sin()
         features = features + real.mean(1) * (k + 1) / 3
     out = features * sum(float(leaf) for leaf in tree.leaves(extra))
-    for k, leaf in enumerate(tree.leaves(params)):
-        leaf = torch.as_tensor(leaf)
+    for k, leaf in enumerate(map(torch.as_tensor, tree.leaves(params))):
         flat = (leaf * (1 + 2j)).real + leaf.abs() if leaf.is_complex() else leaf
         out = out + torch.tanh(features[:, None] * flat.reshape(-1).to(features.dtype) - k).sum(1)
     return out

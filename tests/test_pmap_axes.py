@@ -23,7 +23,9 @@ class Color(enum.Enum):
 
 def shapes_seen(in_axes, *args, devices=None, **options):
     """Return what every shard sees of its arguments: the shapes of tensors, other leaves as they are."""
-    seen = fp.pmap(lambda *given: describe(given), in_axes=in_axes, out_axes="shards", devices=devices, **options)
+    seen = fp.pmap(
+        lambda *given: describe(given), in_axes=in_axes, out_axes="shards", devices=devices, **options
+    )
     return list(seen(*args).parts)
 
 
@@ -75,7 +77,9 @@ def test_prefixes_fit_namedtuples_dataclasses_and_mappings():
     x = torch.empty(4, 2)
     assert shapes_seen((Pair(0, None),), Pair(x, x), devices=2)[0] == "(Pair(first=(2, 2), second=(4, 2)),)"
     assert shapes_seen((Record(1, 0),), Record(x.T, x), devices=2)[0] == "(Record(x=(2, 2), y=(2, 2)),)"
-    assert shapes_seen(({"a": 0, "b": None},), {"b": x, "a": x}, devices=2)[0] == "({'b': (4, 2), 'a': (2, 2)},)"
+    assert (
+        shapes_seen(({"a": 0, "b": None},), {"b": x, "a": x}, devices=2)[0] == "({'b': (4, 2), 'a': (2, 2)},)"
+    )
 
 
 def test_auto_replicates_the_first_parameter_and_splits_the_others():
@@ -123,7 +127,9 @@ REFUSED = [
 @pytest.mark.parametrize(("bad", "message"), REFUSED, ids=lambda case: type(case).__name__)
 def test_what_has_no_rows_is_refused_by_name(bad, message):
     mapped = fp.pmap(lambda w, batch: batch["x"])
-    with pytest.raises(TypeError, match=r"pmap\(<lambda>\): these arguments cannot be split into rows:\n  " + message):
+    with pytest.raises(
+        TypeError, match=r"pmap\(<lambda>\): these arguments cannot be split into rows:\n  " + message
+    ):
         mapped(torch.ones(1), {"x": torch.ones(4), "bad": bad})
     replicated = fp.pmap(lambda w, batch: batch["x"], in_axes=(None, {"x": 0, "bad": None}))
     assert replicated(torch.ones(1), {"x": torch.ones(4), "bad": bad}).shape == (4,)
@@ -144,13 +150,15 @@ def test_a_sparse_batch_is_split_or_refused_by_name():
     try:
         out = fp.pmap(lambda w, x: torch.mv(x, w), devices=3)(w, x.to_sparse())
     except TypeError as error:
-        assert re.search(r"x  a tensor of layout torch\.sparse_coo", str(error))  # noqa: PT017
+        assert re.search(r"x  a tensor of layout torch\.sparse_coo", str(error))
     else:
         torch.testing.assert_close(out, x @ w, rtol=0, atol=1e-12)
 
 
 def test_all_offenders_are_listed_at_once():
-    with pytest.raises(TypeError, match=r"b\['o'\]  a \S*test_pmap_axes\.Opaque\n  b\['n'\]  a numpy\.ndarray"):
+    with pytest.raises(
+        TypeError, match=r"b\['o'\]  a \S*test_pmap_axes\.Opaque\n  b\['n'\]  a numpy\.ndarray"
+    ):
         fp.pmap(lambda w, b: w)(torch.ones(1), {"x": torch.ones(2), "o": Opaque(), "n": np.ones(2)})
 
 
@@ -174,13 +182,17 @@ def test_a_disagreement_on_rows_lists_every_mapped_leaf_aligned(by_keyword):
 
 def test_arguments_of_variadic_functions_are_named_as_the_user_reaches_them():
     mapped = fp.pmap(lambda *xs, **named: xs[0], in_axes=0)
-    with pytest.raises(ValueError, match=r"  xs\[0\]  in_axes=0  2 rows\n  xs\[1\]  in_axes=0  3 rows\n  z +in_axes"):
+    with pytest.raises(
+        ValueError, match=r"  xs\[0\]  in_axes=0  2 rows\n  xs\[1\]  in_axes=0  3 rows\n  z +in_axes"
+    ):
         mapped(torch.empty(2), torch.empty(3), z=torch.empty(4))
 
 
 def test_nothing_mapped_is_refused_unless_devices_are_given():
     w = torch.ones(3)
-    with pytest.raises(ValueError, match=r"nothing is mapped in this call \(w, x\): the first parameter is repl"):
+    with pytest.raises(
+        ValueError, match=r"nothing is mapped in this call \(w, x\): the first parameter is repl"
+    ):
         fp.pmap(lambda w, x: w)(w, 3.0)
     with pytest.raises(ValueError, match=r"in_axes=None splits none of its tensors"):
         fp.pmap(lambda w: w, in_axes=None)(w)
@@ -191,7 +203,11 @@ def test_nothing_mapped_is_refused_unless_devices_are_given():
 
 BAD_IN_AXES = [
     ("rows", ValueError, r'in_axes=\'rows\' is unknown\.\nGive "auto", an int, None'),
-    ({"weights": 0}, ValueError, r"in_axes names 'weights', which is no parameter.*\nIts parameters are w, x"),
+    (
+        {"weights": 0},
+        ValueError,
+        r"in_axes names 'weights', which is no parameter.*\nIts parameters are w, x",
+    ),
     ((0, 0, 0), ValueError, r"in_axes has 3 entries, and the function has 2 parameters"),
     ((0, True), TypeError, r"in_axes\[1\]=True is not an axis"),
     ((None, {"a": 0.5}), TypeError, r"in_axes\[1\]\['a'\]=0\.5 is not an axis"),
@@ -261,7 +277,11 @@ def test_a_device_named_several_times_takes_several_shards():
     assert [device.rank for device in kept.devices] == [1, 1, 0]
 
 
-BAD_DEVICES = [(0, r"asks for 0 devices"), (9, r"asks for 9 devices, and there are 4"), ([], r"devices is empty")]
+BAD_DEVICES = [
+    (0, r"asks for 0 devices"),
+    (9, r"asks for 9 devices, and there are 4"),
+    ([], r"devices is empty"),
+]
 
 
 @pytest.mark.parametrize(("devices", "message"), [*BAD_DEVICES, (["cpu:7"], r"no device 'cpu:7'")])

@@ -169,7 +169,11 @@ def test_sums_fill_what_there_is():
     totals = {}
     for rank in range(3):
         reduce_share(rows, [True, False, False], rank, totals)
-    assert [total if total is None else total.tolist() for _, total in sorted(totals.items())] == [[2, 2], None, [2]]
+    assert [total if total is None else total.tolist() for _, total in sorted(totals.items())] == [
+        [2, 2],
+        None,
+        [2],
+    ]
     assert add_up([None]) is None
     one = torch.ones(1)
     assert add_up([None, one]) is not one

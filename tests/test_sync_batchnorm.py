@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import funcpar as fp
+from funcpar._group import Group
 
 D = torch.float64
 NORMS = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
@@ -244,7 +245,21 @@ def test_shards_of_different_modules_meet_in_parallel_call():
     assert all(difference(new, dict(norm.named_buffers())) < 1e-12 for _, new in outs)
 
 
-def test_layers_meet_once_each_way_and_the_same_call_gives_the_same_bits():
+def test_shards_meet_once_forward_and_once_backward(monkeypatch):
+    apply, params, buffers = fp.functionalize_with_buffers(pair(dims=4)[1])
+    names, exchange = [], Group.exchange
+    counted = lambda group, rank, call, value: names.append(call.name) or exchange(group, rank, call, value)
+    monkeypatch.setattr(Group, "exchange", counted)
+    x = torch.randn(6, 3, 4, 4, dtype=D)
+    loss = lambda p, x: apply(p, buffers, x)[0].pow(3).mean()
+    fp.pmap(fp.grad(loss, argnums=(0, 1)), devices=2)(params, x)
+    assert sorted(name for name in names if "gather" in name) == [
+        *["all_gather"] * 2,
+        *["the transpose of all_gather"] * 2,
+    ]
+
+
+def test_the_same_call_gives_the_same_bits():
     made = fp.functionalize_with_buffers(
         nn.Sequential(nn.Conv2d(1, 4, 3), pair(4, 4)[1], nn.Flatten()).double()
     )

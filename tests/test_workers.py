@@ -1,6 +1,7 @@
 """Workers are named, few, persistent, thread-local in what they set, and keep nothing."""
 
 import contextlib
+import functools
 import gc
 import os
 import pickle
@@ -31,7 +32,7 @@ def loss_fn(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 
 def shards_see(look: Callable[[], Any], devices: Any) -> list[Any]:
-    return fp.parallel_call(lambda: look(), [()] * len(devices), devices)
+    return fp.parallel_call(look, [()] * len(devices), devices)
 
 
 def worker_threads() -> set[str]:
@@ -183,7 +184,7 @@ def test_calls_leave_nothing_for_the_cycle_collector(call: Callable[..., Any], d
 def test_function_and_what_it_closes_over_die_with_the_callers_references(devices) -> None:
     with no_cycle_collection():
         held = torch.ones(1)
-        mapped = fp.pmap(lambda x: x * held, in_axes=0)
+        mapped = fp.pmap(functools.partial(torch.mul, held), in_axes=0)
         mapped(ROWS)
         watched = weakref.ref(held)
         del held, mapped
