@@ -128,6 +128,7 @@ def main() -> int:
     if args.devices or not torch.accelerator.is_available():
         fp.set_cpu_devices(args.devices or max(2, len(fp.devices())))  # With one there is nothing to see.
     devices = fp.devices()
+    torch.set_num_threads(1)  # Of the caller, whose threads would only be in the way of the devices.
     epochs, wanted = args.epochs or (5 if args.quick else 20), 0.9 if args.quick else 0.97
     check = args.check or args.plot is not None
     # Two runs can agree to rounding only where rounding is small and no shard draws masks of its own.

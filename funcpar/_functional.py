@@ -45,21 +45,8 @@ def functionalize(module: nn.Module) -> tuple[Apply, dict[str, Tensor]]:
         `torch.func.functional_call`: there unknown names are ignored and the live module is swapped.
     """
     _as_module(module, "functionalize")
-    make_shell(module, _NO_TENSORS, _NO_TENSORS)
-
-    def apply(params: Mapping[str, Tensor], /, *args: Any, **kwargs: Any) -> Any:
-        _as_mapping(params, "params")
-        if torch.compiler.is_compiling():
-            _check_names("params", params, dict(module.named_parameters()))
-            return _traced_call(module, params, args, kwargs)
-        shell = make_shell(module, params, _NO_TENSORS)
-        _check_names("params", params, shell.params)
-        own_buffers(shell)
-        out = shell.module(*args, **kwargs)
-        refuse_changes("apply(params)", shell)
-        return out
-
-    return apply, {name: param.detach() for name, param in module.named_parameters()}
+    shell = make_shell(module, _NO_TENSORS, _NO_TENSORS)
+    return _Apply(module), {name: param.detach() for name, param in shell.params.items()}
 
 
 def functionalize_with_buffers(module: nn.Module) -> tuple[Apply, dict[str, Tensor], dict[str, Tensor]]:
@@ -87,35 +74,61 @@ def functionalize_with_buffers(module: nn.Module) -> tuple[Apply, dict[str, Tens
         (0, 1)
     """
     _as_module(module, "functionalize_with_buffers")
-    make_shell(module, _NO_TENSORS, _NO_TENSORS)
+    shell = make_shell(module, _NO_TENSORS, _NO_TENSORS)
+    params = {name: param.detach() for name, param in shell.params.items()}
+    # A buffer that is a parameter too goes by that name.
+    buffers = {name: source.detach() for name, (_, _, source, _, _) in shell.buffers.items()}
+    return _ApplyWithBuffers(module), params, buffers
 
-    def apply(
-        params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], /, *args: Any, **kwargs: Any
+
+class _Apply:
+    """The function of a module's parameters: a class, as a closure cannot be pickled."""
+
+    __name__ = "apply"
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def __call__(self, params: Mapping[str, Tensor], /, *args: Any, **kwargs: Any) -> Any:
+        _as_mapping(params, "params")
+        if torch.compiler.is_compiling():
+            _check_names("params", params, dict(self.module.named_parameters()))
+            return _traced_call(self.module, params, args, kwargs)
+        shell = make_shell(self.module, params, _NO_TENSORS)
+        _check_names("params", params, shell.params)
+        own_buffers(shell)
+        out = shell.module(*args, **kwargs)
+        refuse_changes("apply(params)", shell)
+        return out
+
+
+class _ApplyWithBuffers(_Apply):
+    """The function of a module's parameters and buffers."""
+
+    def __call__(
+        self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], /, *args: Any, **kwargs: Any
     ) -> tuple[Any, dict[str, Tensor]]:
         _as_mapping(params, "params")
         _as_mapping(buffers, "buffers")
         if torch.compiler.is_compiling():
-            _check_names("params", params, dict(module.named_parameters()))
-            _check_names("buffers", buffers, dict(module.named_buffers()))
+            _check_names("params", params, dict(self.module.named_parameters()))
+            _check_names("buffers", buffers, _named_buffers(self.module))
             given = {**params, **_clones(buffers)}
-            out = plain_functional_call(module, given, args, kwargs)
+            out = plain_functional_call(self.module, given, args, kwargs)
             return out, {name: given[name] for name in buffers}
-        shell = make_shell(module, params, buffers)
+        shell = make_shell(self.module, params, buffers)
         _check_names("params", params, shell.params)
         _check_names("buffers", buffers, shell.buffers)
         own_buffers(shell)
         out = shell.module(*args, **kwargs)
         return out, _new_buffers(shell)
 
-    buffers = {name: buffer.detach() for name, buffer in module.named_buffers()}
-    return apply, {name: param.detach() for name, param in module.named_parameters()}, buffers
-
 
 def _traced_call(
     module: nn.Module, params: Mapping[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Call a module in a graph that is being compiled, where dynamo cannot trace how a shell is made."""
-    before = dict(module.named_buffers())
+    before = _named_buffers(module)
     buffers = _clones(before)
     given = {**params, **buffers}
     out = plain_functional_call(module, given, args, kwargs)
@@ -126,6 +139,8 @@ def _traced_call(
         if not owner.training and type(owner).__module__.startswith("torch.nn.modules."):
             continue
         for key, _ in owner.named_buffers(name, recurse=False):
+            if key not in buffers:
+                continue
             if given[key] is not buffers[key]:
                 raise ValueError(message.format(key))
             # Dynamo knows no versions, so the compiled graph compares values when it runs.
@@ -138,15 +153,23 @@ def _clones(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in tensors.items()}
 
 
+def _named_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Name the buffers, without those that are parameters too."""
+    params = set(module.parameters())
+    return {name: buffer for name, buffer in module.named_buffers() if buffer not in params}
+
+
 def _new_buffers(shell: Shell) -> dict[str, Tensor]:
-    removed = [name for name, buffer in shell.buffers.items() if buffer.current() is None]
+    # Copies: a checkpoint in forward keeps the shell, and writes to its buffers again in backward.
+    current = shell.current()
+    new = {name: buffer.clone() for name, buffer in current.items() if buffer is not None}
+    removed = [name for name in current if name not in new]
     if removed:
         raise ValueError(
             f"apply(params, buffers): the forward removed the buffers {', '.join(removed)}.\n"
             "Write an empty tensor to a buffer instead of None, so that the names stay."
         )
-    # Copies: a checkpoint in forward keeps the shell, and writes to its buffers again in backward.
-    return {name: tensor.clone() for name, b in shell.buffers.items() if (tensor := b.current()) is not None}
+    return new
 
 
 def _as_module(module: object, call: str) -> None:

@@ -1,6 +1,7 @@
 """Keep shards off each other's modules: functional calls on shells, no shared running statistics."""
 
 import functools
+import sys
 import threading
 import types
 from collections.abc import Callable
@@ -8,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import stateless
+from torch.nn.utils import parametrizations, stateless
 from torch.nn.utils._named_member_accessor import NamedMemberAccessor
 
 from funcpar._shell import Shell, make_shell
@@ -57,8 +58,8 @@ def refuse_changes(call: str, shell: Shell) -> None:
 def own_buffers(shell: Shell) -> None:
     """Mark a shell's buffers as private, so that norms in this shard may write running statistics to them."""
     if _isolation.on:
-        for buffer in shell.buffers.values():
-            buffer.clone._funcpar_owned = True  # type: ignore[attr-defined]
+        for clone in shell.clones():
+            clone._funcpar_owned = True  # type: ignore[attr-defined]
 
 
 def _shell_for(module: nn.Module, given: dict[str, Tensor], tie: bool, strict: bool) -> Shell:
@@ -117,10 +118,10 @@ def _functional_call(
     return out
 
 
-def _refuse_shared_statistics(mean: Tensor | None) -> None:
-    if mean is not None and not hasattr(mean, "_funcpar_owned"):
+def _refuse_shared_statistics(written: Tensor | None, norm: str = "batch_norm or instance_norm") -> None:
+    if written is not None and not hasattr(written, "_funcpar_owned"):
         raise ValueError(
-            "batch_norm or instance_norm in a shard would write running statistics that shards share.\n"
+            f"{norm} in a shard would write running statistics that shards share.\n"
             "Call the module through functionalize_with_buffers, or module.eval() before."
         )
 
@@ -147,16 +148,16 @@ def _guarded_norm(original: Callable[..., Any], training_name: str, default: boo
     return _in_place_of(original, norm)
 
 
-def _guarded_forward(original: Callable[..., Any]) -> Any:
-    """Wrap the forward of torch's batch norms, which count a batch before they call the function."""
+def _guarded_method(original: Callable[..., Any], written: Callable[..., Tensor | None], norm: str) -> Any:
+    """Wrap a method that writes to a module, to refuse before it does if shards share what is written."""
     is_compiling, isolation, refuse = torch.compiler.is_compiling, _isolation, _refuse_shared_statistics
 
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not is_compiling() and isolation.on and self.training and self.track_running_stats:
-            refuse(self.running_mean)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not is_compiling() and isolation.on:
+            refuse(written(self, *args), norm)
         return original(self, *args, **kwargs)
 
-    return _in_place_of(original, forward)
+    return _in_place_of(original, method)
 
 
 def _install() -> None:
@@ -164,8 +165,16 @@ def _install() -> None:
     F = nn.functional
     F.batch_norm = _guarded_norm(F.batch_norm, "training", False)
     F.instance_norm = _guarded_norm(F.instance_norm, "use_input_stats", True)
+    # Torch's batch norms count a batch before they call the function.
+    mean = lambda self, *_: self.running_mean if self.training and self.track_running_stats else None
     for norm in (nn.modules.batchnorm._BatchNorm, nn.SyncBatchNorm):
-        norm.forward = _guarded_forward(norm.forward)  # type: ignore[method-assign]
+        norm.forward = _guarded_method(norm.forward, mean, "batch_norm")  # type: ignore[method-assign]
+    # The module is hidden by a function of its name.
+    new, old = parametrizations._SpectralNorm, sys.modules["torch.nn.utils.spectral_norm"].SpectralNorm
+    vector = lambda self, *_: getattr(self, "_u", None) if self.training else None
+    new.forward = _guarded_method(new.forward, vector, "spectral_norm")  # type: ignore[method-assign]
+    vector = lambda self, module, *_: getattr(module, f"{self.name}_u") if module.training else None
+    old.__call__ = _guarded_method(old.__call__, vector, "spectral_norm")
 
 
 _install()

@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from funcpar._references import (
-    CONTAINERS, NAMESPACES, children, is_copyable, is_empty, is_guard, referent, slots_of,
-)  # fmt: skip
+from funcpar._references import CONTAINERS, NAMESPACES, children, is_copyable
+from funcpar._references import is_empty, is_guard, referent, slots_of
 
 _MOST_OBJECTS = 100_000
 # To copy is to recurse; an object deeper than this in others stays shared.
@@ -113,7 +112,8 @@ class _Search:
         for _ in range(_DEEPEST):
             below: dict[int, Any] = {}
             for key in level.keys() - done:
-                value, kind = level[key], type(level[key])
+                value = level[key]
+                kind: Any = type(value)
                 # No isinstance: a dead proxy raises.
                 if not (is_copyable(kind) or issubclass(kind, tuple)):
                     continue

@@ -54,9 +54,7 @@ def is_copyable(cls: type) -> bool:
     names = len(copyreg._slotnames(cls))  # type: ignore[attr-defined]
     words = names + (cls.__dictoffset__ > 0) + (cls.__weakrefoffset__ > 0)
     return (
-        cls.__new__ is base.__new__
-        and cls.__reduce_ex__ is object.__reduce_ex__
-        and cls.__reduce__ is object.__reduce__
+        all(getattr(cls, name) is getattr(base, name) for name in ("__new__", "__reduce__", "__reduce_ex__"))
         and not any(hasattr(cls, name) for name in ("__copy__", "__deepcopy__", "__del__"))
         and cls.__basicsize__ <= base.__basicsize__ + words * tuple.__itemsize__
     )

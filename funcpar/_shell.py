@@ -2,8 +2,8 @@
 
 import dataclasses
 from collections import OrderedDict
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,25 +34,9 @@ _REFUSED: dict[type, str] = {
 }
 
 
-class ShellBuffer(NamedTuple):
-    """One buffer of a shell: where it lives, what it was cloned from, and the private clone."""
-
-    owner: dict[str, Tensor | None]
-    key: str
-    source: Tensor
-    clone: Tensor
-    exact: bool
-
-    def current(self) -> Tensor | None:
-        """Return what is in the buffer's place now."""
-        return self.owner.get(self.key)
-
-    def is_kept(self) -> bool | Tensor:
-        """Tell whether a forward left this buffer alone; on an accelerator the answer comes later."""
-        # The version of a fresh clone is 0.
-        if self.owner.get(self.key) is not self.clone or _version(self.clone):
-            return False
-        return not self.exact or _same_values(self.clone, self.source)
+# One buffer of a shell: where it lives and under which key, what it was cloned from, the private clone, and
+# whether its values count, not its version alone. A plain tuple, as there are hundreds in each call.
+ShellBuffer = tuple[dict[str, Tensor | None], str, Tensor, Tensor, bool]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -63,18 +47,36 @@ class Shell:
     params: dict[str, Tensor]
     buffers: dict[str, ShellBuffer]
 
+    def clones(self) -> Iterator[Tensor]:
+        """Iterate over the buffers that the shell was made with."""
+        return (clone for _, _, _, clone, _ in self.buffers.values())
+
+    def current(self) -> dict[str, Tensor | None]:
+        """Return what is in the buffers' places now."""
+        return {name: place.get(key) for name, (place, key, _, _, _) in self.buffers.items()}
+
     def adopt(self) -> None:
         """Take what is in the buffers' places as what they started as."""
-        for name, buffer in self.buffers.items():
-            current = buffer.current()
-            if current is not None and current is not buffer.clone:
-                self.buffers[name] = buffer._replace(source=current.clone(), clone=current)
+        for name, (place, key, _, clone, exact) in self.buffers.items():
+            current = place[key]
+            if current is not None and current is not clone:
+                self.buffers[name] = (place, key, current.clone(), current, exact)
 
     def changed(self) -> list[str]:
         """Name the buffers that a forward has changed."""
         # All comparisons are enqueued before the first is waited for.
-        kept = {name: buffer.is_kept() for name, buffer in self.buffers.items()}
+        kept = {name: _is_kept(*buffer) for name, buffer in self.buffers.items()}
         return [name for name, same in kept.items() if not same]
+
+
+def _is_kept(
+    place: dict[str, Tensor | None], key: str, source: Tensor, clone: Tensor, exact: bool
+) -> bool | Tensor:
+    """Tell whether a forward left a buffer alone; on an accelerator the answer comes later."""
+    # The version of a fresh clone is 0.
+    if place.get(key) is not clone or _version(clone):
+        return False
+    return not exact or _same_values(clone, source)
 
 
 def _innermost(tensor: Tensor) -> Tensor:
@@ -100,8 +102,10 @@ def _same_values(one: Tensor, other: Tensor) -> bool | Tensor:
 class _Builder:
     """Walk one module tree in the order of `named_modules`, and copy it."""
 
-    def __init__(self, root: str, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
-        self.root, self.params, self.given_buffers = root, params, buffers
+    def __init__(
+        self, tree: nn.Module, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], root: str
+    ) -> None:
+        self.tree, self.params, self.given_buffers, self.root = tree, params, buffers, root
         self.members: dict[int, Any] = {}
         self.names: dict[str, Tensor] = {}
         self.buffers: dict[str, ShellBuffer] = {}
@@ -114,32 +118,23 @@ class _Builder:
 
     def copy(self, module: nn.Module, prefix: str) -> nn.Module:
         """Return the shell of a module and of everything below it."""
-        if id(module) in self.members:
-            return self.members[id(module)]  # type: ignore[no-any-return]
+        members = self.members
+        if id(module) in members:
+            return members[id(module)]  # type: ignore[no-any-return]
         cls, entries = type(module), module.__dict__
-        shell: nn.Module = object.__new__(cls)
+        known = _KNOWN.get(cls)
+        if known is None:
+            self._refuse(cls, prefix)
+        members[id(module)] = shell = object.__new__(cls)
         # Always through __dict__: a module's own __setattr__ may refuse, register, or write elsewhere.
         own = entries.copy()
         object.__setattr__(shell, "__dict__", own)
-        self.members[id(module)] = shell
-        own["_parameters"] = new = entries["_parameters"].copy()
-        if new:
-            self._parameters(new, prefix)
-        own["_buffers"] = new = entries["_buffers"].copy()
-        if new:
-            # Batch norm's kernel and writes to `.data` change values and leave the version alone.
-            self._buffers(new, prefix, module.training)
-        known = _KNOWN.get(cls)
-        if known is None or not entries.keys() <= known:
-            self._attributes(module, shell, own, prefix)
-        if (
-            entries["_forward_hooks"] or entries["_forward_pre_hooks"] or entries["_backward_hooks"]
-            or entries["_backward_pre_hooks"] or entries["_state_dict_hooks"]
-            or entries["_state_dict_pre_hooks"] or entries["_load_state_dict_pre_hooks"]
-            or entries["_load_state_dict_post_hooks"]
-        ):  # fmt: skip
-            self.pending += [(own, key, entries[key], prefix) for key in _HOOKS if entries.get(key)]
-        # A hook that a forward registers stays on the shell. In this form as each step counts, per module.
+        own["_parameters"] = self._parameters(params, prefix) if (params := entries["_parameters"]) else {}
+        # Batch norm's kernel and writes to `.data` change values and leave the version alone.
+        exact = entries["training"]
+        own["_buffers"] = self._buffers(buffers, prefix, exact) if (buffers := entries["_buffers"]) else {}
+        own["_non_persistent_buffers_set"] = set(entries["_non_persistent_buffers_set"])
+        # A hook that a forward registers stays on the shell. Written out: this is most of a layer's time.
         own["_forward_hooks"] = OrderedDict()
         own["_forward_hooks_with_kwargs"] = OrderedDict()
         own["_forward_hooks_always_called"] = OrderedDict()
@@ -147,56 +142,79 @@ class _Builder:
         own["_forward_pre_hooks_with_kwargs"] = OrderedDict()
         own["_backward_hooks"] = OrderedDict()
         own["_backward_pre_hooks"] = OrderedDict()
-        own["_non_persistent_buffers_set"] = entries["_non_persistent_buffers_set"].copy()
-        own["_modules"] = modules = entries["_modules"].copy()
-        for key, child in modules.items():
-            if child is not None:
-                modules[key] = self.copy(child, f"{prefix}{key}.")
+        if any(map(entries.get, _HOOKS)):
+            self.pending += [(own, key, entries[key], prefix) for key in _HOOKS if entries.get(key)]
+        if entries.keys() != known:
+            self._attributes(module, shell, prefix)
+        if modules := entries["_modules"]:
+            own["_modules"] = modules = modules.copy()
+            for key, child in modules.items():
+                if child is not None:
+                    modules[key] = self.copy(child, f"{prefix}{key}.")
+        else:
+            own["_modules"] = {}
         return shell
 
-    def _parameters(self, entries: dict[str, Tensor | None], prefix: str) -> None:
-        members = self.members
+    def _parameters(self, entries: dict[str, Tensor | None], prefix: str) -> dict[str, Tensor | None]:
+        new, members, given, names = entries.copy(), self.members, self.params, self.names
         for key, param in entries.items():
+            place = id(param)
             if param is None:
                 continue
-            place = id(param)
             if place not in members:
-                if type(param) in _LAZY:
+                if type(param) is not nn.Parameter and type(param) in _LAZY:
                     raise self._lazy_error(prefix, key)
                 name = prefix + key
-                self.names[name] = param
-                members[place] = self.params.get(name, param)
-            entries[key] = members[place]
+                names[name] = param
+                members[place] = given.get(name, param)
+            new[key] = members[place]
+        return new
 
-    def _buffers(self, entries: dict[str, Tensor | None], prefix: str, exact: bool) -> None:
-        members = self.members
+    def _buffers(
+        self, entries: dict[str, Tensor | None], prefix: str, exact: bool
+    ) -> dict[str, Tensor | None]:
+        new, members, given = entries.copy(), self.members, self.given_buffers
         for key, buffer in entries.items():
             if buffer is None:
                 continue
             place = id(buffer)
             if place not in members:
-                if type(buffer) in _LAZY:
-                    raise self._lazy_error(prefix, key)
+                if type(buffer) is not Tensor and self._is_parameter(buffer, prefix, key):
+                    new[key] = members[place]
+                    continue
                 name = prefix + key
-                source = self.given_buffers.get(name, buffer)
+                source = given.get(name, buffer)
                 members[place] = clone = source.clone()
-                self.buffers[name] = ShellBuffer(entries, key, source, clone, exact)
-            entries[key] = members[place]
+                self.buffers[name] = (new, key, source, clone, exact)
+            new[key] = members[place]
+        return new
+
+    def _is_parameter(self, buffer: Tensor, prefix: str, key: str) -> bool:
+        """Tell whether a buffer is the same tensor as a parameter of the tree, and if so make it a member."""
+        if type(buffer) in _LAZY:
+            raise self._lazy_error(prefix, key)
+        name = next((name for name, p in self.tree.named_parameters() if p is buffer), None)
+        if name is not None:
+            self._parameters({name: buffer}, "")
+        return name is not None
 
     def _lazy_error(self, prefix: str, key: str) -> TypeError:
+        path = self.path(prefix, key)
         return TypeError(
-            f"functionalize: {self.path(prefix, key)} has no shape yet, as its lazy module has seen no input.\n"
+            f"functionalize: {path} has no shape yet, as its lazy module has seen no input.\n"
             "Call the module once on an example before you functionalize it."
         )
 
-    def _attributes(self, module: nn.Module, shell: nn.Module, own: dict[str, Any], prefix: str) -> None:
-        cls = type(module)
+    def _refuse(self, cls: type, prefix: str) -> None:
         for kind, reason in _REFUSED.items():
             if kind in cls.__mro__:
                 raise TypeError(f"functionalize: {self.path(prefix)}: {reason}.")
-        if cls.__basicsize__ != _MODULE_SIZE:
+
+    def _attributes(self, module: nn.Module, shell: nn.Module, prefix: str) -> None:
+        if type(module).__basicsize__ != _MODULE_SIZE:
             slots = SlotNamespace(shell)
             self.pending += [(slots, key, getattr(module, key), prefix) for key in slots_of(module)]
+        own = shell.__dict__
         for key in own.keys() - _BASE:
             value = own[key]
             kind = type(value)
@@ -215,7 +233,7 @@ def make_shell(
     module: nn.Module, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], root: str = "model"
 ) -> Shell:
     """Copy a module tree, with `params` and clones of `buffers` in place of its own where they are given."""
-    builder = _Builder(root, params, buffers)
+    builder = _Builder(module, params, buffers, root)
     if torch.is_inference_mode_enabled():
         # Inference tensors count no versions, so the clones are ordinary ones.
         with torch.inference_mode(False), torch.no_grad():

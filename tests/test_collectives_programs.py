@@ -39,7 +39,7 @@ class Step:
         n = fp.axis_size()
         dim = self.option % 2
         kwargs: dict[str, Any] = {
-            "all_gather": {"axis": dim},
+            "all_gather": {"axis": dim if self.structure != "number" else 0},
             "ppermute": {"perm": [(k, (k + 1 + self.option) % n) for k in range(n)]},
             "pshuffle": {"perm": [(k + 1 + self.option) % n for k in range(n)]},
             "pbroadcast": {"source": dim},
@@ -56,14 +56,7 @@ class Step:
     @property
     def key(self) -> tuple[Any, ...]:
         """What shards must agree on."""
-        bound = self.name in (
-            "all_gather",
-            "ppermute",
-            "pshuffle",
-            "pbroadcast",
-            "psum_scatter",
-            "all_to_all",
-        )
+        bound = self.name not in ("psum", "pmean") and (self.name, self.structure) != ("all_gather", "number")
         square = self.name in ("psum_scatter", "all_to_all")
         return (
             self.name,

@@ -177,8 +177,8 @@ def test_pmap_in_a_thread_that_a_shard_starts_and_joins_does_not_hang() -> None:
 
 SPELLINGS: dict[str, Callable[..., Any]] = {
     "bound before funcpar was imported": bound_before,
-    "looked up late": lambda module, params, args: torch.func.functional_call(module, params, args),
-    "stateless": lambda module, params, args: stateless.functional_call(module, params, args),
+    "looked up late": lambda module, params, args: torch.func.functional_call(module, params, args=args),
+    "stateless": stateless.functional_call,
 }
 
 

@@ -1,5 +1,7 @@
 """Modules as pure functions of their parameters and buffers."""
 
+import copy
+import pickle
 import types
 from collections.abc import Callable
 
@@ -245,3 +247,45 @@ def test_modules_without_a_function_are_refused_by_path(module: Callable[[], nn.
 def test_script_modules_are_refused() -> None:
     with pytest.raises(TypeError, match=r"model\.inner: a ScriptModule cannot be copied"):
         functionalize(nn.ModuleDict({"inner": torch.jit.script(nn.Linear(2, 2))}))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda apply: pickle.loads(pickle.dumps(apply))])
+def test_apply_can_be_copied_and_pickled_with_its_module(copied: Callable) -> None:
+    module, x = cnn(), torch.randn(6, 2, 4, 4)
+    apply, params, buffers = functionalize_with_buffers(module)
+    other = copied(apply)
+    module.eval()
+    out, new = other(params, buffers, x)
+    module.train()
+    assert torch.equal(out, apply(params, buffers, x)[0]) and new["1.num_batches_tracked"] == 1
+    assert copied(functionalize(nn.Linear(4, 4))[0])({"weight": torch.eye(4), "bias": torch.ones(4)}, x)[
+        ..., 0
+    ].equal(x[..., 0] + 1)
+
+
+class Aliased(nn.Module):
+    """Has a buffer that is a parameter of a later submodule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(3, 3)
+        self.register_buffer("weight", self.lin.weight)
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lin(x) @ self.weight
+
+
+def test_a_buffer_that_is_a_parameter_goes_by_the_parameters_name() -> None:
+    module, x, w = Aliased(), torch.randn(2, 3), torch.randn(3, 3, requires_grad=True)
+    apply, params, buffers = functionalize_with_buffers(module)
+    assert list(buffers) == ["steps"] and sorted(params) == ["lin.bias", "lin.weight"]
+    given = {**params, "lin.weight": w}
+    expected = (x @ w.T + module.lin.bias) @ w
+    compiled = torch.compile(apply, backend="eager", fullgraph=True)
+    for call in (apply, compiled):
+        out, new = call(given, buffers, x)
+        assert torch.allclose(out, expected) and list(new) == ["steps"]
+    constant, _ = functionalize(module)
+    assert torch.allclose(constant(given, x), expected)
+    assert torch.allclose(torch.compile(constant, backend="eager", fullgraph=True)(given, x), expected)

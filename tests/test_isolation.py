@@ -156,12 +156,16 @@ def test_functional_call_of_wrappers_raises_as_in_torch(isolated: None) -> None:
         (lambda: nn.BatchNorm1d(3), (4, 3)),
         (lambda: nn.BatchNorm2d(3, momentum=None), (4, 3, 2, 2)),
         (lambda: nn.InstanceNorm1d(3, track_running_stats=True), (4, 3, 5)),
+        (lambda: parametrizations.spectral_norm(nn.Linear(3, 2)), (4, 3)),
+        (lambda: nn.utils.spectral_norm(nn.Linear(3, 2)), (4, 3)),
     ],
 )
 def test_a_norm_called_directly_in_a_shard_is_refused_before_it_writes(
     layer: Callable[[], nn.Module], shape: tuple[int, ...], isolated: None
 ) -> None:
+    isolate(False)
     module = layer()
+    isolate(True)
     before = snapshot(module)
     x = torch.randn(shape)
     with pytest.raises(

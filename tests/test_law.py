@@ -7,7 +7,7 @@ import functools
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 
 import funcpar as fp
 from funcpar import tree
@@ -15,6 +15,8 @@ from tests.strategies import cases, device_lists, random_tensor
 from tests.test_tree import random_trees
 
 WIDE = (torch.float32, torch.float64)
+# Ten laws share the cases of the profile: 60 each, or 250 under thorough.
+share = settings(max_examples=min(250, settings().max_examples))
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 0.05}
 
 
@@ -96,6 +98,7 @@ def mapped(fun, case):
     return fp.pmap(fun, in_axes=case.in_axes, devices=case.devices)
 
 
+@share
 @given(cases(WIDE), FUNCTIONS)
 def test_a_pmapped_function_is_the_function(case, fun):
     fun = fun(case.dims)
@@ -104,6 +107,7 @@ def test_a_pmapped_function_is_the_function(case, fun):
     assert_bitwise(mapped(fun, case)(*case.args, **case.kwargs), found)
 
 
+@share
 @given(cases((torch.bfloat16,), min_rows=1), st.sampled_from([mean_loss, per_row, per_row_and_more]))
 def test_a_pmapped_function_is_the_function_loosely_in_bfloat16(case, fun):
     fun = fun(case.dims)
@@ -112,6 +116,7 @@ def test_a_pmapped_function_is_the_function_loosely_in_bfloat16(case, fun):
     assert_bitwise(mapped(fun, case)(*case.args, **case.kwargs), found)
 
 
+@share
 @given(cases(WIDE))
 def test_mapping_the_gradient_is_the_gradient(case):
     fun = mean_loss(case.dims)
@@ -122,6 +127,7 @@ def test_mapping_the_gradient_is_the_gradient(case):
     assert_bitwise(mapped(fp.value_and_grad(fun), case)(*case.args, **case.kwargs), found)
 
 
+@share
 @given(cases(WIDE))
 def test_the_gradient_of_a_mapped_function_is_the_gradient(case):
     fun = mean_loss(case.dims)
@@ -139,6 +145,7 @@ def by_backward(fun, case):
     return [leaf.grad for leaf in tree.leaves((params, batch)) if differentiable(leaf)]
 
 
+@share
 @given(cases(WIDE))
 def test_backward_through_a_mapped_function_is_backward(case):
     fun = mean_loss(case.dims)
@@ -157,6 +164,7 @@ def by_torch_func(fun, case):
     return torch.func.grad(flat, tuple(range(len(inputs))))(*inputs) if inputs else ()
 
 
+@share
 @given(cases(WIDE))
 def test_torch_func_around_a_mapped_function_gives_the_gradient(case):
     fun = mean_loss(case.dims)
@@ -166,6 +174,7 @@ def test_torch_func_around_a_mapped_function_gives_the_gradient(case):
     assert_close(inside, list(expected), case.dtype)
 
 
+@share
 @given(cases(WIDE))
 def test_gradients_of_split_arguments_are_joined(case):
     fun = mean_loss(case.dims)
@@ -174,6 +183,7 @@ def test_gradients_of_split_arguments_are_joined(case):
     assert_close(fp.grad(mapped(fun, case), (1, 0))(*case.args, **case.kwargs), expected, case.dtype)
 
 
+@share
 @given(cases((torch.float64,)))
 def test_closed_over_parameters_get_their_gradients(case):
     def grads(transform):
@@ -188,6 +198,7 @@ def test_closed_over_parameters_get_their_gradients(case):
         assert_close(found, expected, torch.float64)
 
 
+@share
 @given(st.integers(0, 9), st.integers(0, 2), device_lists, st.integers(0, 2), st.booleans())
 def test_split_then_merge_is_the_identity(rows, dim, devices, num_other, negative):
     shape = [2] * max(num_other, dim)
@@ -197,6 +208,7 @@ def test_split_then_merge_is_the_identity(rows, dim, devices, num_other, negativ
     assert_bitwise(fp.pmap(lambda x: x, in_axes=dim, out_axes=dim, devices=devices)(x), x)
 
 
+@share
 @given(random_trees, st.integers(1, 9), device_lists)
 def test_split_then_merge_is_the_identity_on_trees(shape, rows, devices):
     batch = [torch.zeros(rows), tree.map(lambda k: torch.arange(rows * 2).view(rows, 2) + k, shape)]

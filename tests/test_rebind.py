@@ -290,7 +290,7 @@ def test_containers_without_the_module_are_copied_and_cycles_left_alone() -> Non
     module.__dict__["dead"] = weakref.proxy(type("Gone", (), {})())
     shell = make_shell(module, {}, {}).module
     assert shell.vocabulary == module.vocabulary and shell.vocabulary is not module.vocabulary
-    assert shell.ring is module.ring
+    assert shell.ring is not module.ring and shell.ring.back.ring is shell.ring
 
 
 def test_shells_are_freed_without_a_collection() -> None:

@@ -23,7 +23,7 @@ import funcpar as fp
 
 LIMIT = 60.0
 THOROUGH = os.environ.get("HYPOTHESIS_PROFILE", "ci") == "thorough"
-CALLS = 20_000 if THOROUGH else 1_500
+CALLS = 20_000 if THOROUGH else 1_200
 ROWS = torch.arange(8.0)
 
 
@@ -265,13 +265,17 @@ def test_dataset_may_call_pmap_in_a_loaders_workers() -> None:
 
 
 IDLE_EXIT = """
-import atexit, time, torch, funcpar as fp
+import atexit, threading, time
+
+def last():  # Registered first, so it runs after what funcpar does at exit.
+    names = [t.name for t in threading.enumerate() if t.name.startswith("funcpar")]
+    print(f"ended in {time.monotonic() - start:.1f} s, left {names}")
+
+atexit.register(last)
+import torch, funcpar as fp
 fp.set_cpu_devices(4, threads_per_device=1)
 fp.pmap(lambda x: x + 1, in_axes=0)(torch.ones(8))
 start = time.monotonic()
-atexit.register(lambda: print(f"exit took {time.monotonic() - start:.3f} s"))
-import threading
-atexit.register(lambda: print([t.name for t in threading.enumerate()]))
 """
 EXIT_WITH_A_BUSY_WORKER = """
 import os, signal, threading, time, torch, funcpar as fp
@@ -285,7 +289,9 @@ except KeyboardInterrupt:
 
 
 @pytest.mark.parametrize(
-    ("script", "shown"), [(IDLE_EXIT, "exit took 0"), (EXIT_WITH_A_BUSY_WORKER, "interrupted")]
+    ("script", "shown"),
+    [(IDLE_EXIT, r"ended in 0\.\d s, left \[\]"), (EXIT_WITH_A_BUSY_WORKER, "interrupted")],
+    ids=["idle", "busy"],
 )
 def test_interpreter_ends_cleanly_and_soon(script: str, shown: str) -> None:
     start = time.monotonic()
@@ -293,5 +299,5 @@ def test_interpreter_ends_cleanly_and_soon(script: str, shown: str) -> None:
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=LIMIT, check=False
     )
     assert (done.returncode, done.stderr) == (0, "")
-    assert shown in done.stdout
+    assert re.search(shown, done.stdout)
     assert time.monotonic() - start < 30
