@@ -6,6 +6,7 @@
 torch.Size([5, 2])
 """
 
+from compat import _functional as _functional
 from compat._data_parallel import DataParallel as DataParallel
 from compat._data_parallel import data_parallel as data_parallel
 from compat._gather import gather as gather

@@ -122,9 +122,13 @@ def has_tensors(value: Any) -> bool:
     return any(isinstance(leaf, Tensor | PackedSequence) for _, leaf in leaves_of(value))
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
 class _Place:
-    index: int
+    """The mark of a tensor. No dataclass, which would be a container."""
+
+    __slots__ = ("index",)
+
+    def __init__(self, index: int) -> None:
+        self.index = index
 
 
 def take_apart(value: Any, call: str) -> tuple[list[Tensor], Any]:
@@ -141,8 +145,7 @@ def take_apart(value: Any, call: str) -> tuple[list[Tensor], Any]:
             return _Place(len(found) - 1)
         if isinstance(leaf, PackedSequence):
             return PackedSequence(mark(leaf.data), *leaf[1:])
-        if type(leaf) not in ATOMS:
-            _refuse_hidden(leaf, call)
+        _refuse_hidden(leaf, call)
         return leaf
 
     return found, rebuilt(value, mark)
@@ -161,15 +164,21 @@ def put_together(skeleton: Any, tensors: list[Tensor]) -> Any:
     return rebuilt(skeleton, unmark)
 
 
-def _refuse_hidden(leaf: Any, call: str) -> None:
+def hidden_gradient(leaf: Any) -> str | None:
+    """Return the attribute of an object, no container, that is a tensor with a gradient."""
     attributes = getattr(leaf, "__dict__", None)
-    if not isinstance(attributes, dict) or isinstance(leaf, nn.Module | type):
-        return
-    for name, value in attributes.items():
-        if isinstance(value, Tensor) and value.requires_grad:
-            kind = type(leaf).__name__
-            raise TypeError(
-                f"{call}: a replica returned a {kind}, whose tensor .{name} would lose its gradient.\n"
-                f"Return its tensors in a tuple, dict or dataclass, or register {kind} with "
-                f"torch.utils._pytree.register_pytree_node."
-            )
+    if type(leaf) in ATOMS or isinstance(leaf, nn.Module | type) or not isinstance(attributes, dict):
+        return None
+    found = (name for name, v in attributes.items() if isinstance(v, Tensor) and v.requires_grad)
+    return next(found, None)
+
+
+def _refuse_hidden(leaf: Any, call: str) -> None:
+    name = hidden_gradient(leaf)
+    if name is not None:
+        kind = type(leaf).__name__
+        raise TypeError(
+            f"{call}: a replica returned a {kind}, whose tensor .{name} would lose its gradient.\n"
+            f"Return its tensors in a tuple, dict or dataclass, or register {kind} with "
+            f"torch.utils._pytree.register_pytree_node."
+        )

@@ -52,7 +52,7 @@ def parallel_call(
             f"parallel_call: inputs is a {type(inputs).__name__}, not a sequence.\n"
             f"Give a list with one argument tree per shard."
         )
-    callables = [funs] * len(inputs) if callable(funs) else list(funs)
+    callables = [funs] * len(inputs) if callable(funs) else _as_callables(funs)
     if len(callables) != len(inputs):
         raise ValueError(
             f"parallel_call: {len(callables)} functions and {len(inputs)} argument trees.\n"
@@ -68,7 +68,18 @@ def parallel_call(
             f"parallel_call: {len(inputs)} argument trees and {len(chosen)} devices.\n"
             f"Name one device per argument tree."
         )
-    return call_trees(Frame(chosen), callables, [a if isinstance(a, tuple) else (a,) for a in inputs])
+    return call_trees(
+        Frame(chosen, funs=callables), callables, [a if isinstance(a, tuple) else (a,) for a in inputs]
+    )
+
+
+def _as_callables(funs: Any) -> list[Callable[..., Any]]:
+    if not isinstance(funs, Sequence) or not all(map(callable, funs)):
+        raise TypeError(
+            f"parallel_call: funs={funs!r} is not a function or a sequence of functions.\n"
+            f"Give one function per argument tree, or one for all."
+        )
+    return list(funs)
 
 
 def call_trees(

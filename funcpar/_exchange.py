@@ -71,7 +71,7 @@ def complete(outs: Sequence[Tensor], tokens: Sequence[Gradient]) -> list[Tensor]
     shard = next(shard for shard in live() if shard.group.size > 1)
     nodes, _ = reach(outs)
     mine = frozenset(k for k, token in enumerate(tokens) if token is not None and token.grad_fn in nodes)
-    brought = shard.group.exchange(shard.rank, Call("backward", None, call_site()), mine)
+    brought = shard.group.exchange(shard.rank, Call("backward", None, call_site()), mine, limited=False)
     missing = sorted(frozenset().union(*brought) - mine)
     return [token for k in missing if (token := tokens[k]) is not None]
 

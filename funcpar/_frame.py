@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 from funcpar import _functional, _random
 from funcpar._devices import Device
-from funcpar._errors import ShardAborted
+from funcpar._errors import CollectiveTimeoutError, ReplicaMismatchError, ShardAborted
 from funcpar._group import Group, Shard, current, entered
 from funcpar._workers import Outcome, run
 from funcpar._world import is_transformed, num_levels
@@ -26,6 +26,7 @@ class Frame:
         weights: Weight of each shard in a mean; None means equal.
         where: The call as the user knows it, for notes: ``pmap(train_step)``.
         streams: Where each shard draws its random numbers from.
+        funs: The user's functions, to look for tensors that they close over.
     """
 
     devices: tuple[Device, ...]
@@ -33,6 +34,7 @@ class Frame:
     weights: tuple[float, ...] | None = None
     where: str = "parallel_call"
     streams: _random.Streams = field(default_factory=_random.Streams)
+    funs: Sequence[Callable[..., Any]] = ()
 
     def run(self, bodies: Sequence[Body]) -> list[Any]:
         """Run one body per shard and return their values in rank order.
@@ -46,11 +48,10 @@ class Frame:
         group = Group(self.axis, size, self.weights, serial=inside and size > 1, levels=levels)
         shards = [Shard(group, rank, device) for rank, device in enumerate(self.devices)]
         if size == 1 or inside:
-            outcomes = [self._here(body, shard) for body, shard in zip(bodies, shards, strict=True)]
-        else:
-            _random.install()
-            wrapped = [self._wrap(body, shard) for body, shard in zip(bodies, shards, strict=True)]
-            outcomes = run(self.devices, wrapped, lambda error: group.abort())
+            return [self._here(body, shard) for body, shard in zip(bodies, shards, strict=True)]
+        _random.install()
+        wrapped = [self._wrap(body, shard) for body, shard in zip(bodies, shards, strict=True)]
+        outcomes = run(self.devices, wrapped, group.abort)
         if any(outcome.error is not None for outcome in outcomes):
             self._raise(outcomes)
         return [outcome.value for outcome in outcomes]
@@ -59,43 +60,60 @@ class Frame:
         stream = self.streams[shard.rank]
 
         def wrapped() -> Any:
-            outer_stream = _random.enter(stream)
-            outer_isolation = _functional.isolate(True)
+            outer = _random.enter(stream)
             try:
-                with entered(shard):
-                    value = body()
-                    shard.group.leave(shard.rank)
-                    return value
+                value = _surround(body, shard)
+                shard.group.leave(shard.rank)
+                return value
             finally:
-                _functional.isolate(outer_isolation)
-                _random.leave(outer_stream)
+                _random.leave(outer)
 
         return wrapped
 
-    def _here(self, body: Body, shard: Shard) -> Outcome:
-        outcome = Outcome()
+    def _here(self, body: Body, shard: Shard) -> Any:
         try:
-            with entered(shard):
-                outcome.value = body()
+            return _surround(body, shard)
         except BaseException as error:
-            outcome.error = error
-        return outcome
+            error.add_note(self._place(shard.rank))
+            raise
 
-    def _raise(self, outcomes: list[Outcome]) -> None:
+    def _place(self, rank: int) -> str:
+        return f"raised in shard {rank} of {len(self.devices)} on {self.devices[rank]}, in {self.where}"
+
+    def _raise(self, outcomes: list[Outcome]) -> NoReturn:
         """Raise the lowest-ranked root cause, with a note for itself and one per further failure."""
-        size = len(outcomes)
-        error: BaseException | None = None
         failed = [(rank, o.error) for rank, o in enumerate(outcomes) if o.error is not None]
+        # The traceback will hold the frames above: what they hold must not lead back to the error.
+        outcomes.clear()
         causes = [pair for pair in failed if not isinstance(pair[1], ShardAborted)] or failed
+        rank, first = causes[0]
+        first.add_note(self._place(rank))
+        error: BaseException | None = None
+        for other, error in causes[1:]:
+            if error is not first and not (isinstance(error, _TOLD_TO_ALL) and type(error) is type(first)):
+                first.add_note(f"shard {other} of {len(self.devices)} failed too: {_text(error)}")
         try:
-            rank, first = causes[0]
-            first.add_note(f"raised in shard {rank} of {size} on {self.devices[rank]}, in {self.where}")
-            told = {str(first)}
-            for rank, error in causes[1:]:
-                if error is not first and str(error) not in told:
-                    first.add_note(f"shard {rank} of {size} failed too: {type(error).__name__}: {error}")
-                    told.add(str(error))
             raise first
         finally:
-            # The traceback holds this frame: without this, frame and error would hold each other.
-            del first, error, causes, failed, outcomes
+            del first, error, causes, failed
+
+
+# What every shard raises with the same text, once the shards of an axis cannot go on together.
+_TOLD_TO_ALL = (ReplicaMismatchError, CollectiveTimeoutError)
+
+
+def _surround(body: Body, shard: Shard) -> Any:
+    """Run a body as a shard: it is found by collectives, and its functional_call uses a private shell."""
+    outer = _functional.isolate(True)
+    try:
+        with entered(shard):
+            return body()
+    finally:
+        _functional.isolate(outer)
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:  # A failure of its __str__ must not hide the first failure.
+        return type(error).__name__

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from funcpar._isolation import isolate, own_buffers, plain_functional_call, refuse_changes
+from funcpar._isolation import isolate, own_buffers, plain_functional_call, refuse_changes, refuse_writes
 from funcpar._shell import Shell, make_shell
 
 __all__ = ["functionalize", "functionalize_with_buffers", "isolate"]
@@ -21,7 +21,10 @@ def functionalize(module: nn.Module) -> tuple[Apply, dict[str, Tensor]]:
 
     `apply(params, *args, **kwargs)` returns what `module(*args, **kwargs)` would with these parameters. It
     sees the module as it is at the call (mode, hooks, attributes, buffers) and never writes to it, so any
-    number of threads may call it. What a forward stores on `self` is gone afterwards.
+    number of threads may call it. What a forward stores on `self` is gone afterwards, also in lists, dicts
+    and plain objects that the module holds. Not copied are objects of the standard library, torch and numpy,
+    objects that hold a lock or thread, and those whose class defines `__new__`, `__copy__`, `__deepcopy__`,
+    `__reduce__` or `__del__`: all calls share them, and what hooks hold.
 
     Args:
         module: any module but a ScriptModule, DataParallel or DistributedDataParallel.
@@ -33,7 +36,8 @@ def functionalize(module: nn.Module) -> tuple[Apply, dict[str, Tensor]]:
     Raises:
         TypeError: the module, or something it holds that points back into it, cannot be copied; from `apply`
             too, as the module may have changed.
-        ValueError: from `apply`: names in `params` are unknown or missing, or the forward changed a buffer.
+        ValueError: from `apply`: names in `params` are unknown or missing, or the forward changed a buffer
+            or, in place, a tensor in an attribute.
 
     Example:
         >>> model = nn.Linear(3, 2)
@@ -121,6 +125,7 @@ class _ApplyWithBuffers(_Apply):
         _check_names("buffers", buffers, shell.buffers)
         own_buffers(shell)
         out = shell.module(*args, **kwargs)
+        refuse_writes("apply(params, buffers)", shell)
         return out, _new_buffers(shell)
 
 

@@ -146,13 +146,15 @@ class Fused:
                     f"gradient, and code around it cannot be given a gradient that is part of a graph.\n"
                     f"Detach the arguments, call it under torch.no_grad(), or map {gradient.call} itself."
                 )
-            values = shard.group.exchange(shard.rank, Call(gradient.call, "value", call_site()), found.value)
+            values = shard.group.exchange(
+                shard.rank, Call(gradient.call, "value", call_site()), found.value, limited=False
+            )
             whole = None
             if shard.rank == 0:
                 value = self.merge.column(self.value_spec, values, "the value")
                 whole = value, gradient.finish(found.leaves, [self.totals.get(k) for k in range(len(axes))])
             call = Call(gradient.call, "result", call_site())
-            found.value, grads = shard.group.exchange(shard.rank, call, whole)[0]
+            found.value, grads = shard.group.exchange(shard.rank, call, whole, limited=False)[0]
             mine = gradient.finish(found.leaves, own)
             return gradient.answer(
                 found, [g if axis is None else m for g, m, axis in zip(grads, mine, axes, strict=True)]

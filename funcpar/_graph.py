@@ -22,14 +22,15 @@ def apply(function: type[torch.autograd.Function], *args: Any) -> Sequence[Tenso
     return outs
 
 
-def reach(outs: Sequence[Tensor]) -> tuple[set[Any], list[Tensor]]:
-    """Return the nodes and the leaves of the graph that ``outs`` are made by."""
-    nodes = [out.grad_fn for out in outs if out.grad_fn is not None]
+def reach(outs: Sequence[Tensor], until: Sequence[Tensor] = ()) -> tuple[set[Any], list[Tensor]]:
+    """Return the nodes and the leaves of the graph that made ``outs``, no further than ``until``."""
+    ends = {tensor.grad_fn for tensor in until}
+    nodes = [out.grad_fn for out in outs if out.grad_fn is not None and out.grad_fn not in ends]
     leaves = [out for out in outs if out.requires_grad and out.grad_fn is None]
     seen: set[Any] = set(nodes)
     while nodes:
         for node, _ in nodes.pop().next_functions:
-            if node is not None and node not in seen:
+            if node is not None and node not in seen and node not in ends:
                 seen.add(node)
                 nodes.append(node)
                 if not node.next_functions and hasattr(node, "variable"):
@@ -38,20 +39,9 @@ def reach(outs: Sequence[Tensor]) -> tuple[set[Any], list[Tensor]]:
 
 
 def closed_over(outs: Sequence[Tensor], ins: Sequence[Tensor]) -> list[Tensor]:
-    """Return the leaves that the graph of ``outs`` reaches and that are not among ``ins``.
-
-    Raises:
-        ValueError: Such a leaf has a hook, which would run once in a shard and once outside.
-    """
+    """Return the leaves that the graph of ``outs`` reaches and that are not among ``ins``."""
     mine = {id(tensor) for tensor in ins} | {id(ROOT)}
-    found = list({id(leaf): leaf for leaf in reach(outs)[1] if id(leaf) not in mine}.values())
-    for leaf in found:
-        if leaf._backward_hooks:
-            raise ValueError(
-                f"the function closes over a tensor of shape {tuple(leaf.shape)} that requires a gradient "
-                f"and has a hook, which would run once per shard.\nPass it as an argument."
-            )
-    return found
+    return list({id(leaf): leaf for leaf in reach(outs, ins)[1] if id(leaf) not in mine}.values())
 
 
 def owned(grads: Sequence[Gradient]) -> list[bool]:

@@ -91,8 +91,10 @@ class Group:
         for lock in self._wake:
             lock.acquire()
 
-    def exchange(self, rank: int, call: Call, value: Any) -> list[Any]:
+    def exchange(self, rank: int, call: Call, value: Any, limited: bool = True) -> list[Any]:
         """Bring ``value``, wait for the others, and return all values in rank order.
+
+        A wait that the user did not ask for is not ``limited``: a shard may compute for long.
 
         Raises:
             ReplicaMismatchError: Another shard makes another call, or has returned.
@@ -116,7 +118,7 @@ class Group:
                 del self._waiting[rank]  # This shard does not wait.
                 self._release(values)
                 return values
-        if not self._wake[rank].acquire(timeout=_timeout()):
+        if not self._wake[rank].acquire(timeout=_timeout() if limited else -1):
             self._time_out(rank, call)
             self._wake[rank].acquire()
         answer, self._answers[rank] = self._answers[rank], None

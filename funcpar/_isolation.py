@@ -45,14 +45,26 @@ def isolate(on: bool) -> bool:
 
 
 def refuse_changes(call: str, shell: Shell) -> None:
-    """Raise if a forward has changed a buffer of its shell."""
-    changed = shell.changed()
-    if changed:
-        shown = ", ".join(changed[:4]) + (f" and {len(changed) - 4} more" if len(changed) > 4 else "")
+    """Raise if a forward has changed a buffer of its shell, or a tensor that all calls share."""
+    refuse_writes(call, shell)
+    if changed := shell.changed():
         raise ValueError(
-            f"{call}: the forward would change the buffers {shown}, which are constants here.\n"
+            f"{call}: the forward would change the buffers {_listed(changed)}, which are constants here.\n"
             "Use functionalize_with_buffers, which takes and returns buffers, or call module.eval() before."
         )
+
+
+def refuse_writes(call: str, shell: Shell) -> None:
+    """Raise if a forward has written to a tensor in an attribute, which all calls share."""
+    if written := shell.written():
+        raise ValueError(
+            f"{call}: the forward wrote to {_listed(written)}, an attribute that every call shares.\n"
+            "Register the tensor as a buffer and use functionalize_with_buffers, or make it in forward."
+        )
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 def own_buffers(shell: Shell) -> None:

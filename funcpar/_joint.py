@@ -19,9 +19,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from funcpar._closure import computed_tensors
 from funcpar._exchange import complete, recording
 from funcpar._frame import Frame
-from funcpar._graph import ROOT, Gradient, apply, closed_over, owned
+from funcpar._graph import ROOT, Gradient, apply, closed_over, owned, reach
 from funcpar._group import Call, current
 from funcpar._reduce import add_up, reduce_share
 from funcpar._world import is_transformed
@@ -34,14 +35,25 @@ class Piece:
     """One shard's part of a joint graph: ``outs`` depend on ``ins`` in a graph of that shard.
 
     ``ins[k]`` is a stand-in for ``sources[which[k]]`` of the joint graph, or that tensor itself.
-    ``tokens`` are those of the exchanges between shards that the graph contains.
+    ``closed_over`` are those that are no arguments; ``outside`` are nodes of the graph that the
+    shard did not make. ``tokens`` are those of the exchanges between shards that the graph contains.
     """
 
     outs: list[Tensor]
     ins: list[Tensor]
     which: list[int]
     closed_over: list[Tensor]
+    outside: set[Any]
     tokens: list[Gradient]
+    is_gradient: bool
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether others run backward through parts of this graph, so that one must not free it.
+
+        The graph of a gradient contains that of the forward, which has a backward of its own.
+        """
+        return self.is_gradient or bool(self.closed_over)
 
 
 class _Sources:
@@ -83,9 +95,10 @@ def _call_joined(
         for leaves in inputs
     ]
     answers = frame.run(
-        [partial(_on_stand_ins, *each) for each in zip(bodies, inputs, places, before, strict=True)]
+        [partial(_on_stand_ins, frame, *each) for each in zip(bodies, inputs, places, before, strict=True)]
     )
     pieces = [piece for _, piece in answers]
+    _check_closed_over(frame, pieces)
     for piece in pieces:
         piece.which += [sources.index(leaf) for leaf in piece.closed_over]
         piece.ins += piece.closed_over
@@ -96,7 +109,7 @@ def _call_joined(
 
 
 def _on_stand_ins(
-    body: Leafwise, leaves: list[Any], places: dict[int, int], before: Piece | None
+    frame: Frame, body: Leafwise, leaves: list[Any], places: dict[int, int], before: Piece | None
 ) -> tuple[list[Any], Piece]:
     """Run one body on stand-ins for the leaves at ``places``, in a shard, and keep its graph."""
     stands: dict[int, Tensor] = {}
@@ -105,13 +118,61 @@ def _on_stand_ins(
         if source not in stands:
             stands[source] = leaves[k].detach().requires_grad_()
         given[k] = stands[source]
+    start = _sequence_number()
     with recording() as tokens:
         answer = body(given)
     outs = [leaf for leaf in answer if _needs_gradient(leaf)]
     ins, which = list(stands.values()), list(stands)
     if before is not None:
         ins, which, tokens = ins + before.ins, which + before.which, before.tokens + tokens
-    return answer, Piece(outs, ins, which, closed_over(outs, ins), tokens)
+    others, outside = _closed_over(frame, outs, ins, start)
+    return answer, Piece(outs, ins, which, others, outside, tokens, before is not None)
+
+
+def _closed_over(
+    frame: Frame, outs: list[Tensor], ins: list[Tensor], start: int
+) -> tuple[list[Tensor], set[Any]]:
+    """Return what a shard's graph depends on beside ``ins``, and nodes that were there before it.
+
+    A tensor that was computed outside is an input like a leaf, if it is found in the function;
+    otherwise the nodes that made it look like the shard's own, up to leaves further out.
+    """
+    leaves = closed_over(outs, ins)
+    if not leaves:
+        return [], set()
+    computed = computed_tensors(frame.funs)
+    nodes, _ = reach(outs, [*ins, *computed])
+    below = {node for each in nodes for node, _ in each.next_functions}
+    used = [tensor for tensor in computed if tensor.grad_fn in below or any(out is tensor for out in outs)]
+    made = range(start, _sequence_number())
+    outside = {node for node in nodes if node.next_functions and node._sequence_nr() not in made}
+    return [*used, *closed_over(outs, [*ins, *used])], outside
+
+
+def _check_closed_over(frame: Frame, pieces: Sequence[Piece]) -> None:
+    """Refuse what a shard depends on in a way that would lose or repeat a gradient.
+
+    Raises:
+        ValueError: A tensor that was computed outside was not found, or a hook would run once per shard.
+    """
+    for piece in pieces:
+        for tensor in piece.closed_over:
+            if tensor._backward_hooks:
+                raise ValueError(
+                    f"{frame.where}: the function closes over a tensor of shape {tuple(tensor.shape)} that "
+                    f"requires a gradient and has a hook, which would run once per shard.\n"
+                    f"Pass it as an argument."
+                )
+        if piece.outside:
+            name = next(iter(piece.outside)).name()
+            raise ValueError(
+                f"{frame.where}: the function depends on a tensor that was computed outside of it, by "
+                f"{name}, and is no argument.\nPass it as an argument, or detach it."
+            )
+
+
+def _sequence_number() -> int:
+    return int(torch._C._autograd._get_sequence_nr())
 
 
 def _needs_gradient(leaf: Any) -> bool:
@@ -152,9 +213,7 @@ class _Graphs:
 
         def backward(piece: Piece, given: list[Gradient]) -> None:
             row: list[Gradient] = [None] * len(wanted)
-            # Upstream of a closed-over tensor the graph may be shared with other shards and with
-            # the caller, so it must outlive this backward.
-            _pull_piece(piece, wanted, row, given, keep=keep or bool(piece.closed_over), create=False)
+            _pull_piece(piece, wanted, row, given, keep=keep or piece.is_shared, create=False)
             sum_over_shards(row, totals)
 
         self.frame.run([partial(backward, *each) for each in zip(self.pieces, cotangents, strict=True)])
@@ -220,7 +279,9 @@ def sum_over_shards(row: list[Gradient], totals: dict[int, Gradient], ready: boo
         totals.update({k: add_up([totals.get(k), grad]) for k, grad in enumerate(row)})
         return True
     reusable = owned(row) if shard.rank == 0 else []
-    brought = shard.group.exchange(shard.rank, Call("the sum of gradients", None, ""), (row, reusable, ready))
+    brought = shard.group.exchange(
+        shard.rank, Call("the sum of gradients", None, ""), (row, reusable, ready), limited=False
+    )
     if not all(theirs for _, _, theirs in brought):
         return False
     reduce_share([theirs for theirs, _, _ in brought], brought[0][1], shard.rank, totals)

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 _WORTH = 4 << 20  # Bytes.
-_ADVICE = getattr(mmap, "MADV_HUGEPAGE", None)
-_libc = ctypes.CDLL(None) if sys.platform == "linux" and _ADVICE is not None else None
+_ADVICE = getattr(mmap, "MADV_HUGEPAGE", 0)
+_libc = ctypes.CDLL(None) if sys.platform == "linux" and _ADVICE else None
 
 
 def empty_like(tensor: Tensor) -> Tensor:

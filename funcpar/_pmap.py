@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -99,6 +99,8 @@ def pmap(
     if weight is not None and not callable(weight):
         raise TypeError(f"{call}: weight={weight!r} is not callable.\nGive a function of the arguments.")
     hash(axis_name)
+    if isinstance(devices, Iterable) and not isinstance(devices, str):
+        devices = tuple(devices)
     binder = Binder(fun)
     check_in_axes(call, in_axes, binder)
     check_out_axes(call, out_axes)
@@ -151,7 +153,7 @@ class _Mapped:
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         split = self.in_axes.split(self.binder.bind(args, kwargs), self._devices(), self.devices is not None)
         split, weights = self._weigh(split)
-        frame = Frame(split.devices, self.axis_name, tuple(weights), self.call)
+        frame = Frame(split.devices, self.axis_name, tuple(weights), self.call, funs=(self.fun,))
         merge = Merge(self.call, split, weights)
         if self.gradient is None:
             return self._plain(split, frame, merge, self.out_axes)

@@ -62,18 +62,31 @@ class Streams:
         False
     """
 
-    __slots__ = ("_base", "_parent", "_streams")
+    __slots__ = ("_source", "_streams")
 
     def __init__(self) -> None:
-        self._parent = _here.stream
-        self._base: int | None = None
+        self._source = _Source()
         self._streams: dict[int, Stream] = {}
 
     def __getitem__(self, rank: int) -> "Stream":
         """Return the stream of shard `rank`, the same object every time."""
         stream = self._streams.get(rank)
         # setdefault is atomic: two threads that ask at once get one stream.
-        return stream if stream is not None else self._streams.setdefault(rank, Stream(self, rank))
+        return stream if stream is not None else self._streams.setdefault(rank, Stream(self._source, rank))
+
+    def seed(self, rank: int) -> int:
+        """Return the seed of shard `rank`."""
+        return self._source.seed(rank)
+
+
+class _Source:
+    """The base seed of one call, drawn when the first shard needs it."""
+
+    __slots__ = ("_base", "_parent")
+
+    def __init__(self) -> None:
+        self._parent = _here.stream
+        self._base: int | None = None
 
     def seed(self, rank: int) -> int:
         """Return the seed of shard `rank`, drawing the base seed of the call if no shard has done so yet."""
@@ -93,10 +106,10 @@ class Stream:
     Its generator is made at the first use, so that a shard that draws nothing costs nothing.
     """
 
-    __slots__ = ("_generator", "_rank", "_streams")
+    __slots__ = ("_generator", "_rank", "_source")
 
-    def __init__(self, streams: Streams, rank: int) -> None:
-        self._streams = streams
+    def __init__(self, source: _Source, rank: int) -> None:
+        self._source = source
         self._rank = rank
         self._generator: torch.Generator | None = None
 
@@ -105,13 +118,13 @@ class Stream:
         """The torch generator behind this stream."""
         if self._generator is None:
             generator = torch.Generator()
-            generator.manual_seed(self._streams.seed(self._rank))
+            generator.manual_seed(self._source.seed(self._rank))
             self._generator = generator
         return self._generator
 
     def replay(self) -> "Stream":
         """Return a stream that draws this one's numbers again, from the first: for a shard run once more."""
-        return Stream(self._streams, self._rank)
+        return Stream(self._source, self._rank)
 
 
 def current() -> Stream | None:

@@ -9,10 +9,19 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
-from funcpar._references import CONTAINERS, NAMESPACES, children, is_copyable
-from funcpar._references import is_empty, is_guard, referent, slots_of
+from funcpar._references import (
+    CONTAINERS,
+    NAMESPACES,
+    children,
+    is_copyable,
+    is_empty,
+    is_guard,
+    is_plain,
+    referent,
+    slots_of,
+)
 
 _MOST_OBJECTS = 100_000
 # To copy is to recurse; an object deeper than this in others stays shared.
@@ -39,7 +48,7 @@ class Kept(NamedTuple):
     is_hooks: bool
 
 
-def rebind(kept: list[Kept], members: dict[int, Any]) -> None:
+def rebind(kept: list[Kept], members: dict[int, Any]) -> dict[str, Tensor]:
     """Put a copy of each value in its place, in which every member of the tree is replaced.
 
     Copied are the containers and plain objects that a forward reaches through attributes and may write to,
@@ -48,6 +57,9 @@ def rebind(kept: list[Kept], members: dict[int, Any]) -> None:
     Args:
         kept: what modules hold; `path` is the code that reaches the value, for messages.
         members: from the `id` of a module, parameter or buffer of the tree to what stands for it.
+
+    Returns:
+        The tensors that stay shared, by path.
 
     Raises:
         TypeError: a value that points into the tree cannot be rebuilt.
@@ -60,6 +72,7 @@ def rebind(kept: list[Kept], members: dict[int, Any]) -> None:
     search.spread(_TRANSPARENT)
     for one in kept:
         one.namespace[one.key] = search.rebuilt(one.value)
+    return search.tensors
 
 
 class _Search:
@@ -70,6 +83,7 @@ class _Search:
         self.seen: dict[int, tuple[Any, str]] = {}
         self.parents: dict[int, list[int]] = {}
         self.stale: set[int] = set()
+        self.tensors: dict[str, Tensor] = {}
         self.memo: dict[int, Any] = {}
 
     def explore(self, value: Any, path: str) -> None:
@@ -115,6 +129,8 @@ class _Search:
                 value = level[key]
                 kind: Any = type(value)
                 # No isinstance: a dead proxy raises.
+                if issubclass(kind, Tensor):
+                    self.tensors[self.seen[key][1]] = value
                 if not (is_copyable(kind) or issubclass(kind, tuple)):
                     continue
                 inner = {id(child): child for _, child in children(value, "")}
@@ -154,6 +170,8 @@ class _Search:
 
     def _rebuild_dict(self, value: dict[Any, Any]) -> Any:
         new = self._blank(value)
+        if is_plain(value):
+            return new
         items = [(self.rebuilt(key), self.rebuilt(item)) for key, item in value.items()]
         new.clear()
         new.update(items)
@@ -161,6 +179,8 @@ class _Search:
 
     def _rebuild_list(self, value: Any) -> Any:
         new = self._blank(value)
+        if is_plain(value):
+            return new
         items = [self.rebuilt(item) for item in value]
         new.clear()
         new.update(items) if isinstance(new, set) else new.extend(items)

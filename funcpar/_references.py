@@ -24,7 +24,7 @@ PLAIN = frozenset((
 CONTAINERS = frozenset((list, dict, set, deque, OrderedDict, defaultdict, Counter))
 NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
 _FOREIGN = sys.stdlib_module_names | {"torch", "numpy"}
-_BASES = (dict, list, set, object)
+_BASES = (OrderedDict, defaultdict, dict, deque, list, set, object)
 _THREADS = frozenset(("_thread", "threading", "queue", "_queue", "asyncio", "multiprocessing", "concurrent"))
 _LEAVES = (type, types.ModuleType, logging.Logger, logging.Handler, random.Random, torch.fx.Graph, Tensor)
 

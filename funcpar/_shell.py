@@ -41,11 +41,15 @@ ShellBuffer = tuple[dict[str, Tensor | None], str, Tensor, Tensor, bool]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Shell:
-    """A private copy of a module tree; the module's own parameters and the shell's buffers, by name."""
+    """A private copy of a module tree; the module's own parameters and the shell's buffers, by name.
+
+    `shared` has the tensors in attributes, which are no copies, by path, and their versions before the call.
+    """
 
     module: nn.Module
     params: dict[str, Tensor]
     buffers: dict[str, ShellBuffer]
+    shared: dict[str, tuple[Tensor, int]]
 
     def clones(self) -> Iterator[Tensor]:
         """Iterate over the buffers that the shell was made with."""
@@ -61,6 +65,10 @@ class Shell:
             current = place[key]
             if current is not None and current is not clone:
                 self.buffers[name] = (place, key, current.clone(), current, exact)
+
+    def written(self) -> list[str]:
+        """Name the tensors in attributes that a forward has written to."""
+        return [path for path, (tensor, version) in self.shared.items() if _version(tensor) != version]
 
     def changed(self) -> list[str]:
         """Name the buffers that a forward has changed."""
@@ -87,7 +95,9 @@ def _innermost(tensor: Tensor) -> Tensor:
 
 def _version(tensor: Tensor) -> int:
     # A wrapper of a torch.func level does not count the writes to what it wraps.
-    return (tensor if maybe_current_level() is None else _innermost(tensor))._version
+    if maybe_current_level() is not None:
+        tensor = _innermost(tensor)
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _same_values(one: Tensor, other: Tensor) -> bool | Tensor:
@@ -240,12 +250,13 @@ def make_shell(
             shell = builder.copy(module, "")
     else:
         shell = builder.copy(module, "")
+    shared: dict[str, Tensor] = {}
     if builder.pending:
         kept = [
             Kept(own, key, value, builder.path(prefix, key), key in _HOOKS)
             for own, key, value, prefix in builder.pending
         ]
-        rebind(kept, builder.members)
+        shared = rebind(kept, builder.members)
     if parametrize._cache_enabled and any(
         isinstance(m, parametrize.ParametrizationList) for m in shell.modules()
     ):
@@ -253,4 +264,5 @@ def make_shell(
             f"functionalize: {root} is parametrized, and parametrize.cached() would give every call, in any "
             "thread, the weights of the first.\nCall it outside of `with parametrize.cached():`."
         )
-    return Shell(shell, builder.names, builder.buffers)
+    versions = {path: (tensor, _version(tensor)) for path, tensor in shared.items()}
+    return Shell(shell, builder.names, builder.buffers, versions)

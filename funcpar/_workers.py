@@ -15,6 +15,7 @@ import itertools
 import os
 import queue
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
@@ -87,14 +88,15 @@ class Pool:
         return worker
 
     def close(self, timeout: float) -> None:
-        """Let every worker end. A worker inside native code is left behind: it is a daemon."""
+        """Let every worker end, in so many seconds. One inside native code is left behind: it is a daemon."""
         with self.lock:
             workers = list(self.workers.values())
             self.workers.clear()
         for worker in workers:
             worker.inbox.put(None)
+        deadline = time.monotonic() + timeout
         for worker in workers:
-            worker.thread.join(timeout)
+            worker.thread.join(max(0.0, deadline - time.monotonic()))
 
 
 _pool = Pool()
@@ -124,7 +126,7 @@ class Outcome:
 def run(
     devices: Sequence[Device],
     bodies: Sequence[Callable[[], Any]],
-    on_failure: Callable[[BaseException], None],
+    on_failure: Callable[[], None],
 ) -> list[Outcome]:
     """Run one body per device at the same time, each in its device's worker, and wait for all.
 
@@ -150,8 +152,10 @@ def run(
                     world.leave(before)
         except BaseException as error:
             outcome.error = error
-            on_failure(error)
+            on_failure()
         finally:
+            # An error's traceback holds this frame, which must not lead back to the error.
+            del outcome
             if next(finished) == len(bodies):
                 done.release()
 
@@ -162,9 +166,9 @@ def run(
     try:
         _pool.submit(devices, jobs)
         done.acquire()
-    except BaseException as error:
+    except BaseException:
         dropped = True
-        on_failure(error)
+        on_failure()
         raise
     return outcomes
 

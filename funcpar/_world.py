@@ -9,6 +9,7 @@ wrapped tensors, closed-over ones included, as the caller's own thread would.
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch
@@ -31,10 +32,9 @@ class World:
         self.grad = torch.is_grad_enabled()
         self.inference = torch.is_inference_mode_enabled()
         self.forward_ad = torch._C._is_fwd_grad_enabled()
-        self.autocast = _autocast_states() if torch._C._is_any_autocast_enabled() else []
+        self.autocast = _autocast_states()
         self.autocast_cache = torch.is_autocast_cache_enabled()
-        # Only the top pair of hooks is used when a tensor is saved.
-        self.hooks = _autograd._top_saved_tensors_default_hooks(False)
+        self.hooks = _saved_tensor_hooks()
         self.hooks_disabled = _autograd._saved_tensors_hooks_get_disabled_error_message()
         self.function_modes = [
             torch._C._get_function_stack_at(i) for i in range(torch._C._len_torch_function_stack())
@@ -44,22 +44,19 @@ class World:
         ]
         self.levels = _torch_func_levels()
 
-    def enter(self) -> list[Any]:
-        """Enter this world in the current thread; returns what :meth:`leave` needs."""
-        before: list[Any] = []
+    def enter(self) -> Any:
+        """Enter this world in a worker; returns what :meth:`leave` needs."""
         for level in self.levels:
             _functorch.push_dynamic_layer_stack(level)
+        inference = None
         if self.inference:
-            mode = torch._C._InferenceMode(True)
-            mode.__enter__()  # type: ignore[no-untyped-call]
-            before.append(mode)
+            inference = torch._C._InferenceMode(True)
+            inference.__enter__()  # type: ignore[no-untyped-call]
         torch._C._set_grad_enabled(self.grad)
         torch._C._set_fwd_grad_enabled(self.forward_ad)
-        if self.autocast:
-            before.append(_autocast_states())
-            _set_autocast(self.autocast)
-            torch.autocast_increment_nesting()
-            torch.set_autocast_cache_enabled(self.autocast_cache)
+        _set_autocast(self.autocast)
+        torch.set_autocast_cache_enabled(self.autocast_cache)
+        torch.autocast_increment_nesting()
         if self.hooks is not None:
             _autograd._push_saved_tensors_default_hooks(*self.hooks)
         if self.hooks_disabled is not None:
@@ -69,30 +66,31 @@ class World:
             torch._C._push_on_torch_function_stack(mode)
         for mode in self.dispatch_modes:
             _push_mode(mode)
-        return before
+        return inference
 
-    def leave(self, before: list[Any]) -> None:
-        """Undo :meth:`enter`: a worker between two jobs has torch's defaults."""
-        for mode in reversed(self.dispatch_modes):
-            _pop_mode(getattr(mode, "_mode_key", None))
-        for _ in self.function_modes:
+    def leave(self, inference: Any) -> None:
+        """Give the worker torch's defaults back, whatever the job set and left behind."""
+        for i in reversed(range(torch._C._len_torch_dispatch_stack())):
+            _pop_mode(getattr(torch._C._get_dispatch_stack_at(i), "_mode_key", None))
+        while torch._C._len_torch_function_stack():
             torch._C._pop_torch_function_stack()
-        if self.hooks_disabled is not None:
+        if hasattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context"):
+            del torch._GLOBAL_DEVICE_CONTEXT.device_context
+        if _autograd._saved_tensors_hooks_get_disabled_error_message() is not None:
             _autograd._saved_tensors_hooks_enable()
-        if self.hooks is not None:
+        while _autograd._top_saved_tensors_default_hooks(False) is not None:
             _autograd._pop_saved_tensors_default_hooks()
-        if self.autocast:
-            torch.autocast_decrement_nesting()
+        if torch.autocast_decrement_nesting() == 0 and torch._C._is_any_autocast_enabled():
             # The cache is one for the process, and what this shard cast is never asked for again
             # (its leaves are made for each call): it would stay until the caller's autocast ends.
             torch.clear_autocast_cache()
-            torch.set_autocast_cache_enabled(True)
-            _set_autocast(before.pop())
-        if self.inference:
-            before.pop().__exit__(None, None, None)
+        torch.set_autocast_cache_enabled(True)
+        _set_autocast(_DEFAULTS)
+        if inference is not None:
+            inference.__exit__(None, None, None)
         torch._C._set_fwd_grad_enabled(True)
         torch._C._set_grad_enabled(True)
-        for _ in self.levels:
+        while _functorch.peek_interpreter_stack() is not None:
             _functorch.pop_dynamic_layer_stack()
 
 
@@ -132,14 +130,39 @@ def _torch_func_levels() -> list[Any]:
     return levels
 
 
+def _saved_tensor_hooks() -> Any:
+    """Return the pair of hooks that is in force: only the top one is used when a tensor is saved.
+
+    Those of a checkpoint around the call stay outside: they would run the whole call again in the
+    worker that first needs a tensor. What a shard saves is then kept, not computed again.
+    """
+    hooks = _autograd._top_saved_tensors_default_hooks(False)
+    return None if hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint" else hooks
+
+
+# The device types whose autocast a function on this machine can meet.
+_ACCELERATOR = torch.accelerator.current_accelerator()
+_KINDS = ("cpu", "cuda" if _ACCELERATOR is None else _ACCELERATOR.type)
+
+
 def _autocast_states() -> list[tuple[str, bool, torch.dtype]]:
-    return [
-        (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-        for kind in torch._C._autocast_supported_devices()
-    ]
+    return [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _KINDS]
 
 
 def _set_autocast(states: list[tuple[str, bool, torch.dtype]]) -> None:
-    for kind, enabled, dtype in states:
-        torch.set_autocast_enabled(kind, enabled)
-        torch.set_autocast_dtype(kind, dtype)
+    if states != _autocast_states():
+        for kind, enabled, dtype in states:
+            torch.set_autocast_enabled(kind, enabled)
+            torch.set_autocast_dtype(kind, dtype)
+
+
+def _fresh_autocast_states() -> list[tuple[str, bool, torch.dtype]]:
+    """Return what a new thread starts with."""
+    found: list[list[tuple[str, bool, torch.dtype]]] = []
+    thread = threading.Thread(target=lambda: found.append(_autocast_states()), daemon=True)
+    thread.start()
+    thread.join(timeout=60)
+    return found[0]
+
+
+_DEFAULTS = _fresh_autocast_states()

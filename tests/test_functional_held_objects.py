@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import threading
 import types
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from module_zoo import mlp
 from torch import Tensor, nn
 
-from funcpar._functional import functionalize
+from funcpar._functional import functionalize, functionalize_with_buffers
 
 
 class Itself:
@@ -33,6 +34,10 @@ class Slots:
 
 
 class Named(dict):
+    note: Any = None
+
+
+class Ordered(OrderedDict):
     note: Any = None
 
 
@@ -76,7 +81,9 @@ class Notes(nn.Module):
         return reach(self.holder).note
 
 
-@pytest.mark.parametrize("make", [Itself, Slots, Named, Hidden, types.SimpleNamespace, argparse.Namespace])
+@pytest.mark.parametrize(
+    "make", [Itself, Slots, Named, Ordered, Hidden, types.SimpleNamespace, argparse.Namespace]
+)
 def test_plain_objects_are_of_one_call(make: Callable[..., Any]) -> None:
     held = make()
     # Past nn.Module.__setattr__, which would make a submodule of Hidden.
@@ -139,3 +146,21 @@ def test_a_generator_over_submodules_is_refused() -> None:
     module.__dict__["layers"] = (layer for layer in list(module))
     with pytest.raises(TypeError, match=r"model\.layers is a builtins\.generator that points back"):
         functionalize(module)
+
+
+@pytest.mark.parametrize("inside", [lambda t: t, lambda t: {"x": [t]}, lambda t: types.SimpleNamespace(t=t)])
+def test_a_write_to_a_tensor_that_calls_share_is_refused(inside: Callable[[Tensor], Any]) -> None:
+    cache = torch.zeros(3)
+    module = Notes(Itself(), lambda _: inside(cache))
+    apply, params = functionalize(module)
+
+    def reach(holder: Any) -> Any:
+        cache[0] = 1
+        return module.held
+
+    with pytest.raises(ValueError, match=r"apply\(params\): .* wrote to model\.holder.*\n.*as a buffer"):
+        apply(params, torch.ones(1), reach)
+    apply2, params, buffers = functionalize_with_buffers(module)
+    with pytest.raises(ValueError, match=r"apply\(params, buffers\): the forward wrote to model\.holder"):
+        apply2(params, buffers, torch.ones(1), reach)
+    assert apply(params, torch.ones(1), lambda holder: module.held) is None

@@ -1,0 +1,218 @@
+"""Calls of modules and functions on several devices at once: the one place that runs replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+import funcpar as fp
+from compat._nodes import leaves_of, put_together, rebuilt, take_apart
+from compat._watch import Watch, Writes
+from compat._wrappers import without_wrappers
+
+Policy: TypeAlias = Literal["first", "mean"]
+Shards: TypeAlias = Sequence[tuple[tuple[Any, ...], Mapping[str, Any]]]
+
+
+class Host(nn.Module):
+    """What is functionalized in place of a module, so that a function may be called on the replica itself."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def __call__(self, fun: Callable[..., Any], *args: Any) -> Any:
+        """Return ``fun(replica, *args)``; no hook is called on the way."""
+        return fun(self.module, *args)
+
+
+@dataclass(slots=True)
+class Subject:
+    """One module of a call, with what its replicas are made of.
+
+    Attributes:
+        module: The module itself.
+        given: Tensors in place of its own, by name.
+        ranks: The shards that run a replica of it.
+    """
+
+    module: nn.Module
+    given: Mapping[str, Tensor] = field(default_factory=dict)
+    ranks: list[int] = field(default_factory=list)
+    apply: Callable[..., Any] = field(init=False)
+    params: dict[str, Tensor] = field(init=False)
+    buffers: dict[str, Tensor] = field(init=False)
+
+    def __post_init__(self) -> None:
+        host = Host(without_wrappers(self.module))
+        self.apply, _, _ = fp.functionalize_with_buffers(host)
+        # The module's own tensors, not detached ones: gradients belong to them.
+        self.params = {name: self.given.get(name, tensor) for name, tensor in host.named_parameters()}
+        self.buffers = {name: self.given.get(name, tensor) for name, tensor in host.named_buffers()}
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """What one replica leaves beside the tensors it returns, those apart."""
+
+    skeleton: Any
+    buffers: dict[str, Tensor]
+
+
+def run(
+    funs: Sequence[Callable[..., Any]],
+    shards: Shards,
+    devices: Sequence[int],
+    call: str,
+    *,
+    invoke: Callable[..., Any] | None = None,
+    policy: Policy = "first",
+    given: Mapping[str, Tensor] | None = None,
+    dim: int = 0,
+) -> tuple[list[Any], list[str]]:
+    """Call each function or module on its arguments, shard i on devices[i], all at once.
+
+    A module runs as a replica that shares its parameters. Afterwards buffers follow the policy, and
+    attributes that its first replica wrote are on the module.
+
+    Args:
+        funs: One per shard; the same module may be there several times.
+        shards: Positional and keyword arguments of each.
+        devices: Ranks.
+        call: How messages name the call.
+        invoke: ``invoke(replica, args, kwargs)`` in place of a plain call.
+        policy: Whose buffers are kept.
+        given: Tensors in place of the modules' own, by name; then nothing is kept.
+        dim: The dimension of rows, which weight a mean.
+
+    Returns:
+        The outputs, and what was written by a module that ran as several replicas.
+    """
+    subjects: dict[int, Subject] = {}
+    for rank, fun in enumerate(funs):
+        if isinstance(fun, nn.Module):
+            if id(fun) not in subjects:
+                subjects[id(fun)] = Subject(fun, {f"module.{k}": v for k, v in (given or {}).items()})
+            subjects[id(fun)].ranks.append(rank)
+    answers: list[Any] = [None] * len(funs)
+
+    def body_of(rank: int) -> Callable[..., list[Tensor]]:
+        fun, subject = funs[rank], subjects.get(id(funs[rank]))
+
+        def body(params: Any, buffers: Any, args: Any, kwargs: Any) -> list[Tensor]:
+            args, kwargs = _writable(args), _writable(kwargs)
+            if subject is None:
+                tensors, skeleton = take_apart((fun(*args, **kwargs), None), call)
+                answers[rank] = _Answer(skeleton, {})
+                return tensors
+            keeps_writes = rank == subject.ranks[0]
+            out, new = subject.apply(params, buffers, _watched, invoke or _plain, args, kwargs, keeps_writes)
+            tensors, skeleton = take_apart(out, call)
+            wanted = new if policy == "mean" or rank == subject.ranks[0] else {}
+            answers[rank] = _Answer(skeleton, {k: t.detach() for k, t in _changed(buffers, wanted).items()})
+            return tensors
+
+        return body
+
+    inputs = []
+    for fun, (args, kwargs) in zip(funs, shards, strict=True):
+        subject = subjects.get(id(fun))
+        own = (subject.params, subject.buffers) if subject else ({}, {})
+        inputs.append((*own, args, kwargs))
+    found = fp.parallel_call([body_of(rank) for rank in range(len(funs))], inputs, devices=list(devices))
+    whole = [put_together(answer.skeleton, t) for answer, t in zip(answers, found, strict=True)]
+    names: list[str] = []
+    if not given:
+        rows = [rows_of(shard, dim) for shard in shards]
+        for subject in subjects.values():
+            _keep_buffers(subject, [answers[rank].buffers for rank in subject.ranks],
+                          [rows[rank] for rank in subject.ranks], policy)  # fmt: skip
+            writes: Writes = whole[subject.ranks[0]][1]
+            writes.put_on(subject.module)
+            names += writes.names() if len(subject.ranks) > 1 else []
+    return [out for out, _ in whole], names
+
+
+def rows_of(shard: tuple[Any, Any], dim: int) -> int:
+    """Return the rows of a shard: those of its first tensor; 1 if there is none."""
+    tensors = (leaf for _, leaf in leaves_of(shard) if isinstance(leaf, Tensor) and leaf.dim() > 0)
+    return next((t.shape[dim] for t in tensors if -t.dim() <= dim < t.dim()), 1)
+
+
+def told(names: Sequence[str], call: str) -> str:
+    """Return the warning about attributes that several replicas wrote."""
+    return (
+        f"{call}: forward writes {', '.join(names)} on its module, and every replica does. What the first "
+        f"replica wrote is kept, the rest is gone.\nReturn such values, or keep them in buffers."
+    )
+
+
+def _plain(replica: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    return replica(*args, **kwargs)
+
+
+def _watched(
+    replica: nn.Module,
+    invoke: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    keeps_writes: bool,
+) -> Any:
+    watch = Watch(replica)
+    out = invoke(replica, args, kwargs)
+    writes = watch.writes()
+    return out, writes if keeps_writes else None
+
+
+def _writable(tree: Any) -> Any:
+    """Replace what requires a gradient: a replica may write in place to what is no leaf for the caller."""
+    if not torch.is_grad_enabled():
+        return tree
+    return rebuilt(tree, lambda x: x.clone() if isinstance(x, Tensor) and x.requires_grad else x)
+
+
+def _changed(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the buffers that changed: a needless write would invalidate graphs that hold the old value."""
+    return {name: new for name, new in after.items() if not _same(before[name], new)}
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    if one.shape != other.shape or one.dtype != other.dtype or one.is_meta or one.layout is not torch.strided:
+        return False
+    try:
+        return torch.equal(one, other)
+    except RuntimeError:  # Values of a torch.func level are not to be looked at.
+        return False
+
+
+def _keep_buffers(
+    subject: Subject, changes: list[dict[str, Tensor]], rows: list[int], policy: Policy
+) -> None:
+    kept = changes[0]
+    if policy == "mean":
+        names = dict.fromkeys(name for change in changes for name in change)
+        for name in names:
+            old = subject.buffers[name]
+            parts = [change.get(name, old) for change in changes]
+            kept[name] = _mean(parts, rows) if old.is_floating_point() or old.is_complex() else parts[0]
+    with torch.no_grad():
+        for name, new in kept.items():
+            old = subject.buffers[name]
+            if old.shape == new.shape and old.dtype == new.dtype:
+                old.copy_(new)
+            else:
+                owner, _, key = name.removeprefix("module.").rpartition(".")
+                subject.module.get_submodule(owner)._buffers[key] = new
+
+
+def _mean(parts: list[Tensor], rows: list[int]) -> Tensor:
+    if not sum(rows):
+        return parts[0]
+    total = torch.zeros_like(parts[0])
+    for part, count in zip(parts, rows, strict=True):
+        total = total + part * (count / sum(rows))
+    return total

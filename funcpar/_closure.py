@@ -1,0 +1,75 @@
+"""The tensors that a function closes over, as far as they can be found by looking."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from torch import Tensor
+
+# Enough for any model; a function that reaches more is not worth the search.
+_MOST = 100_000
+
+
+def computed_tensors(funs: Iterable[Callable[..., Any]]) -> list[Tensor]:
+    """Return the tensors within functions that were computed from others that require a gradient.
+
+    Looks into cells, defaults, globals that the code names, bound objects, partials, containers, and
+    the attributes of modules and plain objects.
+    """
+    found: dict[int, Tensor] = {}
+    seen: set[int] = set()
+    # Every object is kept until the end, so that no id is used twice.
+    kept: list[Any] = list(funs)
+    todo = list(kept)
+    while todo and len(seen) < _MOST:
+        item = todo.pop()
+        if id(item) in seen:
+            continue
+        seen.add(id(item))
+        kept.append(item)
+        if isinstance(item, Tensor):
+            if item.requires_grad and item.grad_fn is not None:
+                found[id(item)] = item
+        else:
+            todo.extend(_within(item))
+    return list(found.values())
+
+
+def _within(item: Any) -> Iterator[Any]:
+    if isinstance(item, dict):
+        yield from item.values()
+    elif isinstance(item, list | tuple | set | frozenset):
+        yield from item
+    elif isinstance(item, types.FunctionType):
+        yield from _within_function(item)
+    elif isinstance(item, types.MethodType):
+        yield from (item.__func__, item.__self__)
+    elif isinstance(item, functools.partial):
+        yield from (item.func, item.args, item.keywords)
+    elif not isinstance(item, type | types.ModuleType | types.BuiltinFunctionType):
+        attributes = getattr(item, "__dict__", None)
+        if isinstance(attributes, dict):
+            yield attributes
+
+
+def _within_function(fun: types.FunctionType) -> Iterator[Any]:
+    for cell in fun.__closure__ or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:  # Not filled yet.
+            continue
+    yield from (fun.__defaults__, fun.__kwdefaults__, fun.__dict__)
+    for code in _codes(fun.__code__):
+        for name in code.co_names:
+            if name in fun.__globals__:
+                yield fun.__globals__[name]
+
+
+def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _codes(constant)
