@@ -157,10 +157,10 @@ def _check_closed_over(frame: Frame, pieces: Sequence[Piece]) -> None:
     """
     for piece in pieces:
         for tensor in piece.closed_over:
-            if tensor._backward_hooks:
+            if tensor._backward_hooks or tensor.retains_grad:
                 raise ValueError(
                     f"{frame.where}: the function closes over a tensor of shape {tuple(tensor.shape)} that "
-                    f"requires a gradient and has a hook, which would run once per shard.\n"
+                    f"requires a gradient and has a hook or retains its gradient, once per shard.\n"
                     f"Pass it as an argument."
                 )
         if piece.outside:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import _thread
 import atexit
 import contextvars
+import functools
 import itertools
 import os
 import queue
@@ -142,7 +143,11 @@ def run(
     world = World()
     dropped = False
 
-    def job(body: Callable[[], Any], outcome: Outcome, context: contextvars.Context) -> None:
+    def job(held: list[Any]) -> None:
+        # The list is the caller's too, as are the queue and the frames that a traceback reaches:
+        # emptied, none of them keeps a finished call alive, or leads from an error back to it.
+        body, outcome, context = held
+        held.clear()
         try:
             if not dropped:
                 before = world.enter()
@@ -154,13 +159,12 @@ def run(
             outcome.error = error
             on_failure()
         finally:
-            # An error's traceback holds this frame, which must not lead back to the error.
-            del outcome
+            del body, outcome, context
             if next(finished) == len(bodies):
                 done.release()
 
     jobs = [
-        _bind(job, body, outcome, contextvars.copy_context())
+        functools.partial(job, [body, outcome, contextvars.copy_context()])
         for body, outcome in zip(bodies, outcomes, strict=True)
     ]
     try:
@@ -171,16 +175,3 @@ def run(
         on_failure()
         raise
     return outcomes
-
-
-def _bind(job: Callable[..., None], *args: Any) -> Job:
-    # A list that the job empties: the queue's own reference to the job must not keep a finished
-    # call alive until the next one comes.
-    held = list(args)
-
-    def bound() -> None:
-        body, outcome, context = held
-        held.clear()
-        job(body, outcome, context)
-
-    return bound

@@ -99,7 +99,12 @@ def test_ragged_lists_are_refused_by_place_and_come_whole_from_parallel_call(): 
     ):
         fp.pmap(ragged, in_axes=0)(x)
     kept = fp.pmap(lambda x: [str(v) for v in x], in_axes=0, out_axes="shards")(torch.arange(6))
-    assert kept.parts == (["tensor(0)", "tensor(1)"], ["tensor(2)", "tensor(3)"], ["tensor(4)"], ["tensor(5)"])
+    assert kept.parts == (
+        ["tensor(0)", "tensor(1)"],
+        ["tensor(2)", "tensor(3)"],
+        ["tensor(4)"],
+        ["tensor(5)"],
+    )
     parts = fp.parallel_call(ragged, list(x.split(1)))
     assert [row for part in parts for row in part["boxes"]] == ragged(x)["boxes"]
 

@@ -159,22 +159,6 @@ def test_parallel_call_in_a_shard_is_right(devices) -> None:
     torch.testing.assert_close(fp.pmap(fp.grad(outer))(weight.detach(), ROWS), grads[0].detach())
 
 
-def test_pmap_in_a_thread_that_a_shard_starts_and_joins_does_not_hang() -> None:
-    found: list[torch.Tensor] = []
-
-    def body(x: torch.Tensor) -> torch.Tensor:
-        mine: list[torch.Tensor] = []
-        user = threading.Thread(target=lambda: mine.append(fp.pmap(torch.sin, in_axes=0)(x)), daemon=True)
-        user.start()
-        user.join(2)
-        found.extend(mine)
-        return mine[0] if mine else x
-
-    out = fp.pmap(body, in_axes=0)(ROWS)
-    assert found, "the shard waits for its thread, whose call waits for the shard's worker"
-    assert torch.equal(out, ROWS.sin())
-
-
 SPELLINGS: dict[str, Callable[..., Any]] = {
     "bound before funcpar was imported": bound_before,
     "looked up late": lambda module, params, args: torch.func.functional_call(module, params, args=args),
