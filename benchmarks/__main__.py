@@ -56,7 +56,7 @@ def main() -> None:
             bar.write(report.call_table(result["calls"], load) + "\n")
         for model in models:
             rounds = _measure_steps(model, options.devices, steps, on_turn)
-            summary, load = report.summarize_steps(rounds), statistics.median(rounds.loads)
+            summary, load = report.summarize_steps(rounds, options.devices), statistics.median(rounds.loads)
             result["steps"][model.name], result["load_of_others"][model.name] = summary, load
             bar.write(report.step_table(model, summary, options.devices, load) + "\n")
     options.json.parent.mkdir(parents=True, exist_ok=True)

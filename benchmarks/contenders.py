@@ -73,7 +73,7 @@ def eager(model: Model, num_devices: int) -> Iterator[Run]:
     """Plain autograd, the whole batch, as many intra-op threads as there are devices."""
     run = timed(eager_step(model, model.rows))
 
-    def with_threads(count: int) -> list[float]:
+    def with_threads(count: int) -> list[tuple[float, float]]:
         with num_threads(num_devices):
             return run(count)
 
@@ -85,7 +85,7 @@ def ideal(model: Model, num_devices: int) -> Iterator[Run]:
     """Plain autograd, one shard's rows, one thread, nothing else on the machine."""
     run = timed(eager_step(model, _shard_rows(model, num_devices)))
 
-    def with_threads(count: int) -> list[float]:
+    def with_threads(count: int) -> list[tuple[float, float]]:
         with num_threads(1):
             return run(count)
 
@@ -106,11 +106,14 @@ def busy_ideal(model: Model, num_devices: int) -> Iterator[Run]:
             processes[-1].start()
             pipes.append(pipe)
 
-        def run(count: int) -> list[float]:
+        def run(count: int) -> list[tuple[float, float]]:
             for pipe in pipes:
                 pipe.send(count)
             found = [_receive(pipe) for pipe in pipes]
-            return [statistics.fmean(step) for step in zip(*found, strict=True)]
+            return [
+                (statistics.fmean(seconds for seconds, _ in step), sum(work for _, work in step))
+                for step in zip(*found, strict=True)
+            ]
 
         yield run
     finally:
@@ -130,10 +133,10 @@ def _serve_ideal(pipe: Connection, barrier: Barrier, name: str, rows: int) -> No
             pipe.send(run(count))
 
 
-def _receive(pipe: Connection) -> list[float]:
+def _receive(pipe: Connection) -> list[tuple[float, float]]:
     if not pipe.poll(LIMIT_S):
         raise TimeoutError(f"a process of the busy ideal did not answer within {LIMIT_S} seconds")
-    found: list[float] = pipe.recv()
+    found: list[tuple[float, float]] = pipe.recv()
     return found
 
 

@@ -14,8 +14,9 @@ from typing import Any, TypeAlias
 
 import torch
 
-# Runs that many steps, after one that does not count, and returns the seconds of each.
-Run: TypeAlias = Callable[[int], list[float]]
+# Runs that many steps, after one that does not count, and returns for each the seconds that passed
+# and the processor seconds of all threads.
+Run: TypeAlias = Callable[[int], list[tuple[float, float]]]
 
 MAX_STEPS = 2_000
 # A round is quiet if others used no more than this share of the machine.
@@ -45,23 +46,25 @@ class Rounds:
     Attributes:
         loads: For each round the share of the machine that other processes used meanwhile.
         seconds: For each contender one number per round: the median seconds of a step in its turn.
+        work: The same of processor seconds, which others on the machine disturb less.
     """
 
     loads: list[float]
     seconds: dict[str, list[float]]
+    work: dict[str, list[float]]
 
 
 def timed(step: Callable[[], Any]) -> Run:
     """Make a run of a step that is over when it returns."""
 
-    def run(count: int) -> list[float]:
+    def run(count: int) -> list[tuple[float, float]]:
         step()
-        seconds = []
+        found = []
         for _ in range(count):
-            start = time.perf_counter()
+            work, start = time.process_time(), time.perf_counter()
             step()
-            seconds.append(time.perf_counter() - start)
-        return seconds
+            found.append((time.perf_counter() - start, time.process_time() - work))
+        return found
 
     return run
 
@@ -87,18 +90,23 @@ def take_turns(runs: Mapping[str, Run], effort: Effort, on_turn: Callable[[str],
     counts = {}
     for name in names:
         runs[name](1)  # First calls start threads and fill caches.
-        counts[name] = min(MAX_STEPS, max(1, int(effort.seconds / runs[name](1)[0])))
-    found: list[tuple[float, dict[str, float]]] = []
+        counts[name] = min(MAX_STEPS, max(1, int(effort.seconds / runs[name](1)[0][0])))
+    found: list[tuple[float, dict[str, tuple[float, float]]]] = []
     while sum(load <= QUIET for load, _ in found) < effort.rounds and len(found) < effort.most_rounds:
         load = Load()
         first = len(found) % len(names)
         turns = {}
         for name in names[first:] + names[:first]:
             on_turn(name)
-            turns[name] = statistics.median(runs[name](counts[name]))
+            seconds, work = zip(*runs[name](counts[name]), strict=True)
+            turns[name] = statistics.median(seconds), statistics.median(work)
         found.append((load.of_others(), turns))
     kept = sorted(found, key=lambda each: each[0])[: effort.rounds]
-    return Rounds([load for load, _ in kept], {name: [turns[name] for _, turns in kept] for name in names})
+    return Rounds(
+        [load for load, _ in kept],
+        {name: [turns[name][0] for _, turns in kept] for name in names},
+        {name: [turns[name][1] for _, turns in kept] for name in names},
+    )
 
 
 class Load:

@@ -34,8 +34,11 @@ def _processor() -> str:
     return names[0] if names else platform.processor()
 
 
-def summarize_steps(rounds: Rounds) -> dict[str, dict[str, float]]:
-    """Return for each contender its median and its ratios to the ideals and to plain eager."""
+def summarize_steps(rounds: Rounds, num_devices: int) -> dict[str, dict[str, float]]:
+    """Return for each contender its median and its ratios to the ideals and to plain eager.
+
+    ``work_over_ideal`` compares the processor time of all threads with the ideal's on every device.
+    """
     found = rounds.seconds
     summary = {}
     for name, times in found.items():
@@ -45,6 +48,7 @@ def summarize_steps(rounds: Rounds) -> dict[str, dict[str, float]]:
             "over_ideal": ratio(times, found[IDEAL]),
             "over_busy_ideal": ratio(times, found[BUSY_IDEAL]),
             "speedup_over_eager": ratio(found[EAGER], times),
+            "work_over_ideal": ratio(rounds.work[name], rounds.work[IDEAL]) / num_devices,
         }
     return summary
 
@@ -58,10 +62,11 @@ def step_table(model: Model, summary: dict[str, dict[str, float]], devices: int,
             f"{each['over_ideal']:.2f}",
             f"{each['over_busy_ideal']:.2f}",
             f"{each['speedup_over_eager']:.2f}",
+            f"{each['work_over_ideal']:.2f}",
         )
         for name, each in summary.items()
     ]
-    head = ("training step", "ms", "over ideal", "over busy ideal", "speedup")
+    head = ("training step", "ms", "over ideal", "over busy ideal", "speedup", "work over ideal")
     title = f"{model.title}; {devices} devices; others used {load:.0%} of the machine"
     return f"{title}\n\n{_table(head, rows)}"
 
