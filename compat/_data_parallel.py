@@ -214,7 +214,9 @@ class DataParallel(nn.DataParallel[T]):
     ) -> Any:
         if given is None:
             return invoke(self.module, args, kwargs)
-        outputs, _ = run([self.module], [(tuple(args), kwargs)], [0], "DataParallel", invoke=invoke, given=given)
+        outputs, _ = run(
+            [self.module], [(tuple(args), kwargs)], [0], "DataParallel", invoke=invoke, given=given
+        )
         return outputs[0]
 
     def _overrides(self, *names: str) -> bool:

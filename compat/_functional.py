@@ -32,16 +32,20 @@ def _functional_call(
     return module._call(None, positional, kwargs or {}, _named_below(module, parameters_and_buffers, strict))
 
 
-def _named_below(
-    wrapper: DataParallel[Any], given: Mapping[str, Tensor], strict: bool
-) -> dict[str, Tensor]:
+def _named_below(wrapper: DataParallel[Any], given: Mapping[str, Tensor], strict: bool) -> dict[str, Tensor]:
     """Return the tensors by the wrapped module's own names; tied parameters have one name."""
-    known = [*wrapper.named_parameters(remove_duplicate=False), *wrapper.named_buffers(remove_duplicate=False)]
+    known = [
+        *wrapper.named_parameters(remove_duplicate=False),
+        *wrapper.named_buffers(remove_duplicate=False),
+    ]
     names = {name: tensor for name, tensor in known}
     unknown = [name for name in given if name not in names]
     missing = [name for name in names if name not in given] if strict else []
     if unknown or missing:
-        listed = [*(f"  {name!r}  unknown" for name in unknown), *(f"  {name!r}  missing" for name in missing)]
+        listed = [
+            *(f"  {name!r}  unknown" for name in unknown),
+            *(f"  {name!r}  missing" for name in missing),
+        ]
         raise ValueError(
             "functional_call(DataParallel): the names are not the wrapper's:\n" + "\n".join(listed) + "\n"
             "Give names as in wrapper.named_parameters(), with 'module.'."

@@ -53,7 +53,9 @@ def opened(value: Any) -> Node | None:
     if dataclasses.is_dataclass(value):
         names = tuple(f.name for f in dataclasses.fields(value) if hasattr(value, f.name))
         fields = [getattr(value, name) for name in names]
-        return Node(kind, names, tuple(f".{n}" for n in names), fields, lambda c: _with(value, names, c), True)
+        return Node(
+            kind, names, tuple(f".{n}" for n in names), fields, lambda c: _with(value, names, c), True
+        )
     leaves, spec = fp.tree.flatten(value)
     if len(leaves) == 1 and leaves[0] is value:
         return None

@@ -133,7 +133,7 @@ def _calls(inputs: Iterable[Any], kwargs_tup: Iterable[dict[str, Any]] | None) -
         return
     rest = iter(kwargs_tup)
     count = 0
-    for count, given in enumerate(inputs, 1):  # noqa: B007
+    for count, given in enumerate(inputs, 1):
         kwargs = next(rest, None)
         if kwargs is None:
             raise ValueError(

@@ -97,6 +97,8 @@ def scatter_kwargs(
 
 def sizes_for(named: dict[str, Any], num_devices: int, dim: int, call: str) -> list[int] | None:
     """Return the rows of each piece, as all tensors agree on them; None if there is no tensor."""
+    if num_devices == 1:  # The whole goes to the one device, whatever its tensors are.
+        return [1]
     found: list[tuple[str, int]] = []
     for name, value in named.items():
         for path, leaf in leaves_of(value, name):
@@ -130,7 +132,7 @@ def cut(value: Any, sizes: list[int], dim: int) -> list[Any]:
     if isinstance(value, Tensor):
         return [value] * len(sizes) if value.dim() == 0 else _rows(value, sizes, dim)
     if isinstance(value, PackedSequence):
-        return _sequences(value, sizes)
+        return [value] if len(sizes) == 1 else _sequences(value, sizes)
     node = opened(value)
     if node is None or not node.children or (node.is_shared and not has_tensors(value)):
         return [value] * len(sizes)

@@ -82,6 +82,7 @@ class InAxes:
             wanted = [prefix] * len(leaves)
         else:
             wanted = tree.broadcast_prefix(prefix, spec, f"{self.call}: in_axes of {argument.root}")
+            wanted = [_automatic(argument) if axis == "auto" else axis for axis in wanted]
         found: list[int | None] = []
         for k, (leaf, axis) in enumerate(zip(leaves, wanted, strict=True)):
             if isinstance(leaf, Shards):
@@ -107,9 +108,7 @@ class InAxes:
                     f"Give in_axes one entry per argument, or a dict by parameter name."
                 )
             spec = spec[argument.position]
-        if isinstance(spec, str):
-            return None if argument.position == 0 else 0
-        return spec
+        return _automatic(argument) if isinstance(spec, str) else spec
 
     def _dim(self, argument: Argument, spec: tree.Spec, k: int, leaf: Tensor, axis: int) -> int:
         if not -leaf.dim() <= axis < leaf.dim():
@@ -215,6 +214,11 @@ class InAxes:
         )
 
 
+def _automatic(argument: Argument) -> int | None:
+    """The first parameter is replicated, every other one split along dimension 0."""
+    return None if argument.position == 0 else 0
+
+
 _DIVISIBLE = (torch.strided, torch.sparse_coo)
 
 
@@ -243,6 +247,30 @@ def _aligned(table: Sequence[tuple[str, ...]]) -> str:
     widths = [max(len(row[c]) for row in shown) for c in range(len(shown[0]))]
     lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in shown]
     return "".join(f"\n  {line}" for line in lines) + (f"\n  and {rest} more" if rest > 0 else "")
+
+
+def static_positions(call: str, static: Any, binder: Binder) -> frozenset[int]:
+    """Return the positions of arguments that are passed whole.
+
+    Raises:
+        TypeError: A position is not an integer.
+        ValueError: The function has no such parameter.
+    """
+    numbers = tuple(static) if isinstance(static, list | tuple | set | frozenset) else (static,)
+    room = len(binder.parameters)
+    endless = not room or any(p.kind is p.VAR_POSITIONAL for p in binder.parameters)
+    for number in numbers:
+        if isinstance(number, bool) or not isinstance(number, int):
+            raise TypeError(
+                f"{call}: static_broadcasted_argnums={static!r} is not an integer or several.\n"
+                f"Give positions of arguments, from 0."
+            )
+        if number < -room or (number >= room and not endless):
+            raise ValueError(
+                f"{call}: static_broadcasted_argnums={static!r}, and the function has {room} parameters.\n"
+                f"Give positions from 0 to {room - 1}."
+            )
+    return frozenset(number % room if number < 0 else number for number in numbers)
 
 
 def check_in_axes(call: str, spec: Any, binder: Binder) -> None:

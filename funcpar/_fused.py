@@ -94,7 +94,7 @@ class Fused:
         count = structures[0].num_leaves
         values = [answer[0] for answer in answers]
         auxes = [
-            tree.unflatten(spec, answer[1 : 1 + spec.num_leaves])
+            tree.unflatten(spec, self.split.unmarked(answer[1 : 1 + spec.num_leaves]))
             for spec, answer in zip(structures, answers, strict=True)
         ]
         found: Evaluation = self.found[0][0]
@@ -113,7 +113,7 @@ class Fused:
         self.found[rank] = (found, aux_spec, axes)
         shared, own, _ = self._sum(found, axes)
         row = [theirs if mine is None else mine for theirs, mine in zip(shared, own, strict=True)]
-        return [found.value, *aux_leaves, *row]
+        return [found.value, *self.split.marked(leaves, aux_leaves), *row]
 
     def _sum(self, found: Evaluation, axes: list[int | None]) -> tuple[list[Gradient], list[Gradient], bool]:
         """Sum over shards, unless a gradient is to stay part of a graph.
@@ -137,6 +137,13 @@ class Fused:
 
         def handler(gradient: GradientFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             found = self._evaluate(gradient, args, kwargs)
+            known = set(map(id, leaves))
+            if not all(id(leaf) in known for leaf in found.leaves):
+                raise ValueError(
+                    f"{self.merge.call}: code around {gradient.call} passes it a tensor that is no argument "
+                    f"of the mapped function, so that it cannot be told whether it has rows.\n"
+                    f"Pass the arguments on as they are, or do what is done to them inside the function."
+                )
             axes = self._axes(found, leaves)
             _, own, summed = self._sum(found, axes)
             shard = find(None, gradient.call)

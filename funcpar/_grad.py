@@ -108,6 +108,8 @@ class GradientFunction:
         self, args: tuple[Any, ...], kwargs: dict[str, Any], seed: float | None = None
     ) -> Evaluation:
         """Return the value, aux, and the gradients times ``seed`` (None: 1)."""
+        if torch.is_inference_mode_enabled():  # Inference tensors cannot be part of a graph.
+            args, kwargs = tree.map(_recordable, (args, kwargs))
         slots = self._slots(args, kwargs)
         flat = [tree.flatten(args[slot] if isinstance(slot, int) else kwargs[slot]) for slot in slots]
         leaves = [leaf for part, _ in flat for leaf in part]
@@ -258,12 +260,16 @@ def _by_autograd(
     with _recorded_graph(), recording() as tokens:
         stands = [_stand_in(leaf, joined, dual) for leaf in leaves]
         value, aux = call(*stands)
+        # What the function passes through is the argument, not its stand-in.
+        passed = {id(stand): leaf for stand, leaf in zip(stands, leaves, strict=True)}
+        aux = tree.map(lambda leaf: passed.get(id(leaf), leaf), aux)
         joined = joined or (outer and value.requires_grad and bool(closed_over([value], stands)))
         grads = _backward(value, stands, seed, tokens, joined)
     if joined:
         keep(tokens)
         return value, aux, grads
-    return value.detach(), tree.map(_detached, aux), grads
+    known = set(map(id, leaves))
+    return value.detach(), tree.map(lambda leaf: leaf if id(leaf) in known else _detached(leaf), aux), grads
 
 
 def _backward(
@@ -325,6 +331,13 @@ def _recorded_graph() -> Iterator[None]:
         yield
 
 
+def _recordable(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor) and leaf.is_inference():
+        with torch.inference_mode(False):
+            return leaf.clone()
+    return leaf
+
+
 def _detached(leaf: Any) -> Any:
     return leaf.detach() if isinstance(leaf, Tensor) and leaf.requires_grad else leaf
 
@@ -349,10 +362,10 @@ def handled(target: GradientFunction | None, handler: Handler | None) -> Iterato
 
 
 @contextlib.contextmanager
-def recorded(seen: list[Tensor]) -> Iterator[None]:
-    """Add to ``seen`` every gradient that a gradient function returns in this thread."""
-    before, _here.seen = _here.seen, seen
+def recorded() -> Iterator[list[Tensor]]:
+    """Collect every gradient that a gradient function returns in this thread."""
+    before, _here.seen = _here.seen, []
     try:
-        yield
+        yield _here.seen
     finally:
         _here.seen = before

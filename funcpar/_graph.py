@@ -58,7 +58,9 @@ def own_all(grads: list[Gradient]) -> list[Gradient]:
 
 
 def _is_plain(grad: Tensor) -> bool:
-    if grad.layout is not torch.strided or grad.requires_grad or grad.is_inference():
+    if is_wrapped(grad) or grad.layout is not torch.strided or grad.requires_grad or grad.is_inference():
+        return False
+    if not grad.untyped_storage().resizable():  # Memory of somebody else, such as a numpy array.
         return False
     return grad.is_contiguous() or (grad.dim() == 4 and grad.is_contiguous(memory_format=torch.channels_last))
 
@@ -70,6 +72,19 @@ def _owners(grad: Tensor) -> tuple[int, ...]:
         base: Any = grad._base
         counts += [sys.getrefcount(base), base._use_count()]
     return tuple(counts)
+
+
+def innermost(tensor: Tensor) -> Tensor:
+    """Return what a tensor wraps, below all torch.func transforms."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
+
+
+def is_wrapped(tensor: Tensor) -> bool:
+    """Tell whether a torch.func transform, or a vectorized backward, wraps a tensor."""
+    functorch = torch._C._functorch
+    return bool(functorch.is_functorch_wrapped_tensor(tensor) or functorch.is_legacy_batchedtensor(tensor))
 
 
 def shares_memory(tensor: Tensor, others: Sequence[Any]) -> bool:
@@ -85,7 +100,7 @@ def shares_memory(tensor: Tensor, others: Sequence[Any]) -> bool:
     return any(
         isinstance(other, Tensor)
         and other.layout is torch.strided
-        and not torch._C._functorch.is_functorch_wrapped_tensor(other)
+        and not is_wrapped(other)
         and other.untyped_storage()._cdata == storage._cdata
         for other in others
     )

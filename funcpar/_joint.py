@@ -105,7 +105,14 @@ def _call_joined(
     if not any(piece.outs for piece in pieces):
         return [answer for answer, _ in answers]
     joined = iter(apply(_Joint, _Graphs(frame, pieces, sources), *sources.tensors))
-    return [[next(joined) if _needs_gradient(leaf) else leaf for leaf in answer] for answer, _ in answers]
+    merged = [[next(joined) if _needs_gradient(leaf) else leaf for leaf in answer] for answer, _ in answers]
+    if len({len(answer) for answer in merged}) == 1:
+        # What all shards return as it is, a closed-over parameter say, stays that one object.
+        for k, column in enumerate(zip(*(answer for answer, _ in answers), strict=True)):
+            if all(leaf is column[0] for leaf in column):
+                for answer in merged:
+                    answer[k] = column[0]
+    return merged
 
 
 def _on_stand_ins(

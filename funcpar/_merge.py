@@ -9,14 +9,14 @@ from __future__ import annotations
 import numbers
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from funcpar import tree
 from funcpar._errors import ReplicaMismatchError
-from funcpar._graph import holds_tensors, shares_memory
+from funcpar._graph import holds_tensors, innermost, shares_memory
 from funcpar._reduce import add_up
 from funcpar._split import Split
 from funcpar._staging import Shards
@@ -32,7 +32,7 @@ class Merge:
         call: The call for messages, such as ``pmap(train_step)``.
         split: What each shard got.
         weights: Weight of each shard in a mean.
-        gradients: Tensors that a gradient function inside the body returned, by id.
+        gradients: Which leaves of the output are gradients that the function took of its own rows.
     """
 
     call: str
@@ -43,7 +43,7 @@ class Merge:
     def trees(self, spec: Any, outs: Sequence[Any]) -> Any:
         """Merge one tree per shard; ``spec`` is a prefix of it."""
         if spec == "shards":
-            return Shards(outs, self.split.devices)
+            return Shards(outs, self.split.devices, self.split.rows)
         if type(spec) in (list, tuple, dict) and "shards" in tree.leaves(spec):
             return self._by_child(spec, outs)
         leaves, structure = tree.flatten(outs[0])
@@ -59,8 +59,18 @@ class Merge:
         specs = tree.broadcast_prefix(spec, structure, f"{self.call}: out_axes")
         paths = structure.paths("output")
         self._check_lists(specs, rows, outs, structure)
+        if "auto" in specs and self.gradients and len(outs) > 1:
+            self._refuse_gradient(next(paths[k] for k in sorted(self.gradients) if specs[k] == "auto"))
         merged = [self.column(wanted, [row[k] for row in rows], paths[k]) for k, wanted in enumerate(specs)]
         return tree.unflatten(structure, merged)
+
+    def _refuse_gradient(self, path: str) -> NoReturn:
+        raise ValueError(
+            f"{self.call}: {path} is a gradient that each shard took of its own rows, and "
+            f'out_axes="auto" does not guess how to merge it.\n'
+            f"Map the gradient function itself, pmap(fp.grad(f)) or pmap(fp.value_and_grad(f)), "
+            f'which reduces it; or give out_axes, "mean" or "stack" say, for this output.'
+        )
 
     def _by_child(self, spec: Any, outs: Sequence[Any]) -> Any:
         """Merge the children one by one, so that a ``"shards"`` takes whatever each shard has there."""
@@ -82,7 +92,7 @@ class Merge:
         """Merge one leaf of every shard."""
         if spec == "auto" or spec is None:
             self._check_open(column, path)
-        if len(column) == 1 and spec != "stack":
+        if len(column) == 1 and spec not in ("stack", "sum"):
             return self._own(column[0])
         if spec == "auto":
             spec = self._auto(column, path)
@@ -94,13 +104,6 @@ class Merge:
 
     def _auto(self, column: list[Any], path: str) -> Any:
         if all(isinstance(leaf, Tensor) for leaf in column) and not _same_object(column):
-            if any(id(leaf) in self.gradients for leaf in column):
-                raise ValueError(
-                    f"{self.call}: {path} is a gradient that each shard took of its own rows, and "
-                    f'out_axes="auto" does not guess how to merge it.\n'
-                    f"Map the gradient function itself, pmap(fp.grad(f)) or pmap(fp.value_and_grad(f)), "
-                    f'which reduces it; or give out_axes, "mean" or "stack" say, for this output.'
-                )
             if all(leaf.dim() == 0 and (leaf.is_floating_point() or leaf.is_complex()) for leaf in column):
                 return "mean"
             if self._follows_rows(column):
@@ -264,9 +267,7 @@ def _equal(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         if one.shape != other.shape or one.dtype != other.dtype or one.layout != other.layout:
             return False
-        return torch._C._functorch.is_functorch_wrapped_tensor(one) or _equal_values(
-            one.detach(), other.detach()
-        )
+        return _equal_values(innermost(one).detach(), innermost(other).detach())
     if isinstance(one, Tensor) or isinstance(other, Tensor) or type(one) is not type(other):
         return False
     try:

@@ -7,10 +7,10 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
-from torch import Tensor
+import torch._functorch.apis
 
 from funcpar import tree
-from funcpar._axes import InAxes, check_in_axes
+from funcpar._axes import InAxes, check_in_axes, static_positions
 from funcpar._binding import Binder
 from funcpar._devices import Device, resolve
 from funcpar._frame import Frame
@@ -104,13 +104,12 @@ def pmap(
     binder = Binder(fun)
     check_in_axes(call, in_axes, binder)
     check_out_axes(call, out_axes)
-    static = static_broadcasted_argnums
     mapped = _Mapped(
         fun,
         call,
         axis_name,
         binder,
-        InAxes(call, in_axes, frozenset([static] if isinstance(static, int) else static), min_rows),
+        InAxes(call, in_axes, static_positions(call, static_broadcasted_argnums, binder), min_rows),
         out_axes,
         devices,
         weight,
@@ -122,6 +121,13 @@ def pmap(
 
     pmapped.__funcpar_call__ = call  # type: ignore[attr-defined]
     return pmapped
+
+
+def _is_torch_func_gradient(fun: Callable[..., Any]) -> bool:
+    code = getattr(fun, "__code__", None)
+    if code is None or code.co_filename != torch._functorch.apis.__file__:
+        return False
+    return bool(code.co_qualname.startswith("grad"))
 
 
 class _Mapped:
@@ -147,6 +153,7 @@ class _Mapped:
         self.devices = devices
         self.weight = weight
         self.gradient, self.wrapped = gradient_within(fun)
+        self.takes_local_gradient = _is_torch_func_gradient(fun)
         if self.gradient is not None:
             self.value_spec, self.aux_spec = specs_of(call, self.gradient, out_axes)
 
@@ -171,31 +178,32 @@ class _Mapped:
 
     def _weigh(self, split: Split) -> tuple[Split, list[float]]:
         """Return the weights of the shards, and one shard if they are all 0."""
-        size = len(split.devices)
-        if size == 1:
-            return split, [1.0]
-        if self.weight is None:
-            return split, [1.0] * size if split.rows is None else [float(n) for n in split.rows]
-        weights = weights_of(self.call, self.weight, split)
-        return (split, weights) if any(weights) else (split.undivided(), [1.0])
+        if self.weight is not None:
+            weights = weights_of(self.call, self.weight, split)
+            return (split, weights) if any(weights) else (split.undivided(), [1.0])
+        if split.rows is None or len(split.rows) == 1:
+            return split, [1.0] * len(split.devices)
+        return split, [float(n) for n in split.rows]
 
     def _plain(
         self, split: Split, frame: Frame, merge: Merge, out_axes: Any, fused: Fused | None = None
     ) -> Any:
         size = len(split.devices)
         specs: list[Any] = [None] * size
-        gradients: list[Tensor] = []
+        gradients: set[int] = set()
 
         def body(rank: int, leaves: list[Any]) -> list[Any]:
             args, kwargs = split.rebuild(leaves)
             reducing = nullcontext() if fused is None or size == 1 else fused.reducing(leaves)
-            with recorded(gradients), reducing:
+            with recorded() as seen, reducing:
                 out, specs[rank] = tree.flatten(self.fun(*args, **kwargs))
+            known = set(map(id, out if self.takes_local_gradient else seen))
+            gradients.update(k for k, leaf in enumerate(out) if known and id(leaf) in known)
             return split.marked(leaves, out)
 
         answers = call_shards(frame, [functools.partial(body, rank) for rank in range(size)], split.leaves)
         outs = [
             tree.unflatten(spec, split.unmarked(answer)) for spec, answer in zip(specs, answers, strict=True)
         ]
-        merge.gradients = frozenset(map(id, gradients))
+        merge.gradients = frozenset(gradients)
         return merge.trees(out_axes, outs)

@@ -26,7 +26,8 @@ _EXAMPLES: tuple[nn.Module, ...] = (
     *(layer() for layer in (nn.ReLU, nn.GELU, nn.SiLU, nn.Dropout, nn.Flatten, nn.Identity)),
     *(nn.MaxPool2d(1), nn.AvgPool2d(1), nn.AdaptiveAvgPool2d(1), nn.Sequential(), nn.ModuleList()),
 )
-_KNOWN = {type(example): frozenset(example.__dict__) for example in _EXAMPLES}
+# What is added comes last, so that the number of attributes and the last one tell whether there are others.
+_KNOWN = {type(one): (len(one.__dict__), next(reversed(one.__dict__))) for one in _EXAMPLES}
 _REFUSED: dict[type, str] = {
     torch.jit.ScriptModule: "a ScriptModule cannot be copied; pass the plain nn.Module it was made from",
     nn.DataParallel: "a DataParallel wrapper has no function of its own; pass its .module",
@@ -144,17 +145,8 @@ class _Builder:
         exact = entries["training"]
         own["_buffers"] = self._buffers(buffers, prefix, exact) if (buffers := entries["_buffers"]) else {}
         own["_non_persistent_buffers_set"] = set(entries["_non_persistent_buffers_set"])
-        # A hook that a forward registers stays on the shell. Written out: this is most of a layer's time.
-        own["_forward_hooks"] = OrderedDict()
-        own["_forward_hooks_with_kwargs"] = OrderedDict()
-        own["_forward_hooks_always_called"] = OrderedDict()
-        own["_forward_pre_hooks"] = OrderedDict()
-        own["_forward_pre_hooks_with_kwargs"] = OrderedDict()
-        own["_backward_hooks"] = OrderedDict()
-        own["_backward_pre_hooks"] = OrderedDict()
-        if any(map(entries.get, _HOOKS)):
-            self.pending += [(own, key, entries[key], prefix) for key in _HOOKS if entries.get(key)]
-        if entries.keys() != known:
+        self._hooks(own, prefix)
+        if known is None or len(entries) != known[0] or next(reversed(entries)) != known[1]:
             self._attributes(module, shell, prefix)
         if modules := entries["_modules"]:
             own["_modules"] = modules = modules.copy()
@@ -164,6 +156,23 @@ class _Builder:
         else:
             own["_modules"] = {}
         return shell
+
+    def _hooks(self, own: dict[str, Any], prefix: str) -> None:
+        # Both written out: a loop over the names takes three times as long, for each layer.
+        if (
+            own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"]
+            or own["_backward_pre_hooks"] or own["_state_dict_hooks"] or own["_state_dict_pre_hooks"]
+            or own["_load_state_dict_pre_hooks"] or own["_load_state_dict_post_hooks"]
+        ):  # fmt: skip
+            self.pending += [(own, key, own[key], prefix) for key in _HOOKS if own.get(key)]
+        # A hook that a forward registers stays on the shell.
+        own["_forward_hooks"] = OrderedDict()
+        own["_forward_hooks_with_kwargs"] = OrderedDict()
+        own["_forward_hooks_always_called"] = OrderedDict()
+        own["_forward_pre_hooks"] = OrderedDict()
+        own["_forward_pre_hooks_with_kwargs"] = OrderedDict()
+        own["_backward_hooks"] = OrderedDict()
+        own["_backward_pre_hooks"] = OrderedDict()
 
     def _parameters(self, entries: dict[str, Tensor | None], prefix: str) -> dict[str, Tensor | None]:
         new, members, given, names = entries.copy(), self.members, self.params, self.names

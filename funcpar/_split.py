@@ -72,7 +72,8 @@ class Split:
     def undivided(self) -> Split:
         """Return the same call as one shard."""
         rows = None if self.rows is None else [sum(self.rows)]
-        return Split(self.devices[:1], rows, [self.whole], self.axes, self.arguments, self.whole)
+        whole = [leaf.gather() if isinstance(leaf, Shards) else leaf for leaf in self.whole]
+        return Split(self.devices[:1], rows, [whole], self.axes, self.arguments, whole)
 
 
 def cut(leaves: list[Any], axes: list[int | None], sizes: list[int]) -> list[list[Any]]:
@@ -103,6 +104,16 @@ def _rows(leaf: Tensor, axis: int, start: int, size: int) -> Tensor:
     return leaf.narrow(axis, start, size)
 
 
+def _number(call: str, value: Tensor) -> Any:
+    try:
+        return value.item()
+    except RuntimeError as error:  # Under vmap.
+        raise ValueError(
+            f"{call}: weight depends on a tensor that has no one value here: {error}\n"
+            f"Make it of others, such as lengths, or vmap inside the function."
+        ) from error
+
+
 def weights_of(call: str, weight: Callable[..., Any], split: Split) -> list[float]:
     """Evaluate the user's weight of each shard.
 
@@ -116,7 +127,7 @@ def weights_of(call: str, weight: Callable[..., Any], split: Split) -> list[floa
             args, kwargs = split.rebuild(leaves)
             value = weight(*args, **kwargs)
             if isinstance(value, Tensor) and value.numel() == 1:
-                value = value.item()
+                value = _number(call, value)
             if not isinstance(value, numbers.Real):
                 raise TypeError(
                     f"{call}: weight returned a {type(value).__name__} for shard {rank}.\n"
@@ -128,4 +139,6 @@ def weights_of(call: str, weight: Callable[..., Any], split: Split) -> list[floa
                     f"Return a finite number that is not negative."
                 )
             found.append(float(value))
+    if sum(found) == float("inf"):
+        raise ValueError(f"{call}: the weights {found} add up to infinity.\nScale them down.")
     return found

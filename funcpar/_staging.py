@@ -21,6 +21,7 @@ class Shards:
     Args:
         parts: R trees of one structure, in rank order.
         devices: R devices.
+        rows: How many rows each part stands for, if its tensors do not say.
 
     Attributes:
         parts: The R trees.
@@ -45,20 +46,26 @@ class Shards:
         A sharded ``jax.Array``; here the parts may differ in size and be trees.
     """
 
-    __slots__ = ("devices", "parts")
+    __slots__ = ("_rows", "devices", "parts")
 
-    def __init__(self, parts: Sequence[Any], devices: Sequence[Device]) -> None:
+    def __init__(
+        self, parts: Sequence[Any], devices: Sequence[Device], rows: Sequence[int] | None = None
+    ) -> None:
         if not parts or len(parts) != len(devices):
             raise ValueError(
                 f"Shards: {len(parts)} parts and {len(devices)} devices.\nGive one device for each part."
             )
         self.parts = tuple(parts)
         self.devices = tuple(devices)
+        self._rows = [None] * len(parts) if rows is None else list(rows)
 
     @property
     def rows(self) -> tuple[int | None, ...]:
         """Rows of each part: None where its tensors disagree along dimension 0, or there are none."""
-        return tuple(_rows(part) for part in self.parts)
+        return tuple(
+            given if (found := _rows(part)) is None else found
+            for part, given in zip(self.parts, self._rows, strict=True)
+        )
 
     def gather(self, dim: int = 0) -> Any:
         """Return one tree, every tensor joined along ``dim`` in rank order.

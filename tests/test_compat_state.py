@@ -5,7 +5,17 @@ import warnings
 
 import pytest
 import torch
-from compat_models import Calling, Counting, assert_close, assert_same_gradients, classifier, ids, mlp, pair, rand
+from compat_models import (
+    Calling,
+    Counting,
+    assert_close,
+    assert_same_gradients,
+    classifier,
+    ids,
+    mlp,
+    pair,
+    rand,
+)
 from torch import nn
 from torch.nn.utils import parametrizations
 
@@ -123,7 +133,9 @@ def test_a_forward_that_makes_parameters_is_refused_unless_it_ran_before():
             return self.layer(x)
 
     module, x = Late(), rand(4, 3)
-    with pytest.raises(ValueError, match=r"forward makes or replaces layer, which would be another one in every"):
+    with pytest.raises(
+        ValueError, match=r"forward makes or replaces layer, which would be another one in every"
+    ):
         compat.DataParallel(module)(x)
     expected = module(x)
     assert_close(compat.DataParallel(module)(x), expected)
@@ -148,7 +160,12 @@ def test_an_attribute_that_hides_a_gradient_is_not_kept():
 @pytest.mark.parametrize("strict", [True, False])
 def test_a_state_dict_loads_with_or_without_the_prefix(strict):
     plain, other = mlp(), mlp()
-    for source in (plain, compat.DataParallel(plain), torch.nn.DataParallel(plain), compat.DataParallel(compat.DataParallel(plain))):
+    for source in (
+        plain,
+        compat.DataParallel(plain),
+        torch.nn.DataParallel(plain),
+        compat.DataParallel(compat.DataParallel(plain)),
+    ):
         wrapper = compat.DataParallel(copy.deepcopy(other))
         state = source.state_dict()
         keys = list(state)
@@ -222,7 +239,10 @@ def test_one_object_may_have_its_own_gather():
 def test_a_wrapper_in_a_wrapper_uses_the_device_it_is_on(devices, wrap):
     module, plain = pair(mlp)
     x = rand(9, 3)
-    for outer in (compat.DataParallel(wrap(module)), compat.DataParallel(nn.Sequential(wrap(module), nn.Tanh()))):
+    for outer in (
+        compat.DataParallel(wrap(module)),
+        compat.DataParallel(nn.Sequential(wrap(module), nn.Tanh())),
+    ):
         expected = plain(x) if isinstance(outer.module, nn.DataParallel) else plain(x).tanh()
         out = outer(x)
         assert_close(out, expected)
@@ -270,11 +290,18 @@ def test_another_method_runs_in_parallel(devices):
 
 
 def test_what_a_wrapper_cannot_wrap_is_refused():
-    with pytest.raises(TypeError, match=r"DataParallel: function is not an nn.Module\.\nFor a function use fp.pmap"):
+    with pytest.raises(
+        TypeError, match=r"DataParallel: function is not an nn.Module\.\nFor a function use fp.pmap"
+    ):
         compat.DataParallel(lambda x: x)
-    with pytest.raises(ValueError, match=r"DataParallel: buffers='last' is unknown\.\nGive \"first\" or \"mean\""):
+    with pytest.raises(
+        ValueError, match=r"DataParallel: buffers='last' is unknown\.\nGive \"first\" or \"mean\""
+    ):
         compat.DataParallel(mlp(), buffers="last")
-    with pytest.raises(ValueError, match=r"DataParallel: there is no device '7'; there are 'cpu:0', 'cpu:1', 'cpu:2', 'cpu:3'"):
+    with pytest.raises(
+        ValueError,
+        match=r"DataParallel: there is no device '7'; there are 'cpu:0', 'cpu:1', 'cpu:2', 'cpu:3'",
+    ):
         compat.DataParallel(mlp(), [0, 7])
 
     class Odd(compat.DataParallel):

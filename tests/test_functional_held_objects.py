@@ -113,6 +113,16 @@ def test_a_copied_object_is_one_object_wherever_it_is_held(kind: str) -> None:
     assert module.held.note is None
 
 
+def test_what_is_added_to_a_layer_of_torch_is_copied_too() -> None:
+    layer = nn.Linear(3, 3)
+    del layer.in_features
+    layer.held = Itself()
+    layer.register_forward_hook(lambda layer, args, out: note(layer.held, 1))
+    apply, params = functionalize(layer)
+    apply(params, torch.ones(3))
+    assert layer.held.note is None
+
+
 @pytest.mark.parametrize("make", [Locked, Closing, Same])
 def test_objects_that_are_made_to_be_shared_stay_shared(make: Callable[[], Any]) -> None:
     module = Notes(make())

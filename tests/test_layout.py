@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 LAYERS = [
     name
     for layer in (
-        "_errors _devices _nodes _prefix tree _graph _reduce _staging",
+        "_errors _devices _nodes _prefix tree _pages _graph _closure _reduce _staging",
         "_jvp _world _random _workers",
         "_references _rebind _shell _isolation _functional",
         "_group _maps _exchange _grad _operand _collectives _permutations _batchnorm",

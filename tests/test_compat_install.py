@@ -1,0 +1,164 @@
+"""install and uninstall, and the command that runs an unmodified program."""
+
+import os
+import subprocess
+import sys
+import textwrap
+import types
+from pathlib import Path
+
+import pytest
+import torch
+
+import compat
+
+ROOT = Path(compat.__file__).parent.parent
+SCRIPT = """
+    import sys
+    import threading
+    import torch
+    from torch import nn
+    from torch.nn import DataParallel
+
+    class Net(nn.Module):
+        threads = set()
+
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+
+        def forward(self, x):
+            self.threads.add(threading.get_ident())
+            return self.layers(x)
+
+    torch.manual_seed(0)
+    net = DataParallel(Net())
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    x = torch.randn(10, 4)
+    for step in range(5):
+        optimizer.zero_grad()
+        loss = (net(x) - x[:, :1]).square().mean()
+        loss.backward()
+        optimizer.step()
+        print(f"{loss.item():.4f}")
+    print("threads", len(Net.threads), "name", __name__, "arguments", sys.argv[1:])
+"""
+
+
+@pytest.fixture
+def installed():
+    compat.install()
+    yield
+    compat.uninstall()
+
+
+@pytest.fixture
+def user_module():
+    """A module that imported the names before anything was installed."""
+    module = types.ModuleType("somebodys_code")
+    sys.modules[module.__name__] = module
+    code = """
+        import torch
+        from torch.nn import DataParallel as DP
+        from torch.nn.parallel import data_parallel, parallel_apply, replicate, scatter
+        from torch.nn.parallel.scatter_gather import gather, scatter_kwargs
+        class Derived(DP):
+            pass
+    """
+    exec(textwrap.dedent(code), module.__dict__)
+    yield module
+    del sys.modules[module.__name__]
+
+
+def test_every_name_of_torch_is_replaced_in_packages_and_submodules(installed):
+    parallel = torch.nn.parallel
+    for name in ("DataParallel", "data_parallel", "parallel_apply", "replicate", "scatter", "gather"):
+        assert getattr(parallel, name) is getattr(compat, name)
+    assert torch.nn.DataParallel is compat.DataParallel
+    for name in ("data_parallel", "parallel_apply", "replicate"):
+        assert getattr(sys.modules[f"torch.nn.parallel.{name}"], name) is getattr(compat, name)
+    for name in ("scatter", "scatter_kwargs", "gather"):
+        assert getattr(sys.modules["torch.nn.parallel.scatter_gather"], name) is getattr(compat, name)
+
+
+def test_uninstall_puts_everything_back_and_twice_does_nothing():
+    before = {name: getattr(torch.nn.parallel, name) for name in torch.nn.parallel.__all__}
+    for _ in range(2):
+        compat.install()
+    for _ in range(2):
+        compat.uninstall()
+    assert before == {name: getattr(torch.nn.parallel, name) for name in torch.nn.parallel.__all__}
+    assert torch.nn.DataParallel is not compat.DataParallel
+    assert compat.DataParallel.__mro__[1] is torch.nn.DataParallel
+
+
+def test_names_imported_before_and_classes_derived_before_are_replaced_too(user_module):
+    original = user_module.DP
+    compat.install()
+    try:
+        assert user_module.DP is compat.DataParallel
+        for name in ("data_parallel", "parallel_apply", "replicate", "scatter", "scatter_kwargs", "gather"):
+            assert getattr(user_module, name) is getattr(compat, name)
+        wrapper = user_module.Derived(torch.nn.Linear(3, 2))
+        assert wrapper.device_ids == [0, 1, 2, 3]
+        assert wrapper(torch.ones(5, 3)).shape == (5, 2)
+    finally:
+        compat.uninstall()
+    assert user_module.DP is original is torch.nn.DataParallel
+    assert user_module.Derived.__bases__ == (original,)
+    assert user_module.parallel_apply is torch.nn.parallel.parallel_apply
+
+
+def test_a_class_that_cannot_be_given_another_base_is_named():
+    class Mixed(torch.nn.DataParallel, torch.nn.Module):
+        pass
+
+    class Stubborn(type):
+        def __setattr__(cls, name, value):
+            if name == "__bases__":
+                raise TypeError("no")
+            super().__setattr__(name, value)
+
+    class Fixed(torch.nn.DataParallel, metaclass=Stubborn):
+        pass
+
+    try:
+        with pytest.raises(
+            RuntimeError, match=r"Fixed derives from torch's DataParallel already, and cannot be given"
+        ):
+            compat.install()
+        assert Mixed.__bases__[0] is torch.nn.DataParallel is not compat.DataParallel
+    finally:
+        compat.uninstall()
+        type.__setattr__(Fixed, "__bases__", (torch.nn.Module,))
+
+
+def run(*arguments: str, cwd: Path, devices: str = "3") -> subprocess.CompletedProcess[str]:
+    environment = {
+        **os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "FUNCPAR_CPU_DEVICES": devices,
+    }  # fmt: skip
+    return subprocess.run([sys.executable, *arguments], cwd=cwd, env=environment, capture_output=True, text=True,
+                          timeout=120, check=False, stdin=subprocess.DEVNULL)  # fmt: skip
+
+
+def test_an_unmodified_script_has_the_same_losses_on_all_devices(tmp_path):
+    (tmp_path / "train.py").write_text(textwrap.dedent(SCRIPT))
+    plain = run("train.py", "--lr", "3", cwd=tmp_path)
+    ours = run("-m", "compat", "train.py", "--lr", "3", cwd=tmp_path)
+    module = run("-m", "compat", "--devices", "2", "-m", "train", "-x", cwd=tmp_path)
+    for done in (plain, ours, module):
+        assert done.returncode == 0, done.stderr
+    *losses, last = plain.stdout.splitlines()
+    assert len(losses) == 5
+    assert last == "threads 1 name __main__ arguments ['--lr', '3']"
+    assert ours.stdout.splitlines() == [*losses, "threads 3 name __main__ arguments ['--lr', '3']"]
+    assert module.stdout.splitlines() == [*losses, "threads 2 name __main__ arguments ['-x']"]
+
+
+def test_the_command_says_what_is_missing(tmp_path):
+    done = run("-m", "compat", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "name a script, or a module with -m" in done.stderr
+    done = run("-m", "compat", "--devices", "0", "x.py", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "--devices 0: give 1 or more" in done.stderr
