@@ -119,11 +119,11 @@ class DataParallel(nn.DataParallel[T]):
         """
         return self._call(name, inputs, kwargs)
 
-    def replicate(self, module: T, device_ids: Sequence[DeviceId]) -> list[T]:  # type: ignore[override]
+    def replicate(self, module: T, device_ids: Sequence[DeviceId]) -> list[T]:
         """Return one replica per device. Called only where a subclass overrides this or parallel_apply."""
         return replicate(module, device_ids, not torch.is_grad_enabled())
 
-    def scatter(self, inputs: tuple[Any, ...], kwargs: Any, device_ids: Sequence[DeviceId]) -> Any:  # type: ignore[override]
+    def scatter(self, inputs: tuple[Any, ...], kwargs: Any, device_ids: Sequence[DeviceId]) -> Any:
         """Return the positional and the keyword arguments of each replica."""
         return scatter_kwargs(inputs, kwargs, device_ids, self.dim)
 

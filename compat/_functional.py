@@ -34,11 +34,8 @@ def _functional_call(
 
 def _named_below(wrapper: DataParallel[Any], given: Mapping[str, Tensor], strict: bool) -> dict[str, Tensor]:
     """Return the tensors by the wrapped module's own names; tied parameters have one name."""
-    known = [
-        *wrapper.named_parameters(remove_duplicate=False),
-        *wrapper.named_buffers(remove_duplicate=False),
-    ]
-    names = {name: tensor for name, tensor in known}
+    names: dict[str, Tensor] = dict(wrapper.named_parameters(remove_duplicate=False))
+    names.update(wrapper.named_buffers(remove_duplicate=False))
     unknown = [name for name in given if name not in names]
     missing = [name for name in names if name not in given] if strict else []
     if unknown or missing:

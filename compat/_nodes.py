@@ -30,7 +30,7 @@ class Node:
         entries: The code that reaches each child.
         children: The children.
         build: Makes such a container of other children.
-        is_shared: Whether torch.nn.parallel hands it on as it is, so that it stays so unless it holds tensors.
+        is_shared: Whether torch.nn.parallel hands it on as it is; so does this, unless it holds tensors.
     """
 
     kind: type

@@ -96,7 +96,7 @@ def _is_one(modules: Any) -> bool:
     if callable(modules) or isinstance(modules, Iterable):
         return callable(modules)
     raise TypeError(
-        f"parallel_apply: modules is a {type(modules).__name__}.\nGive a module, a function, or a list of them."
+        f"parallel_apply: modules is a {type(modules).__name__}.\nGive a module, a function, or a list."
     )
 
 

@@ -144,7 +144,7 @@ def _rows(value: Tensor, sizes: list[int], dim: int) -> list[Tensor]:
     if len(sizes) == 1:
         return [value]
     if value.layout is torch.strided:
-        return list(value.split(sizes, dim))
+        return list(torch.split(value, sizes, dim))
     starts = [sum(sizes[:k]) for k in range(len(sizes))]
     return [
         value.index_select(dim, torch.arange(start, start + size, device=value.device))

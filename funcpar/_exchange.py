@@ -148,29 +148,37 @@ def _meet(
     """Exchange values; return what this shard gets, and whether any shard wants to differentiate."""
     call = request.call(wanted, leaves)
     given = [leaf.detach() for leaf in leaves]
-    if sum(leaf.numel() for leaf in leaves) <= _SMALL:
-        given = [leaf.clone() for leaf in given]
-        brought = shard.group.exchange(shard.rank, call, (given, records))
-        columns = zip(*(theirs for theirs, _ in brought), strict=True)
-        outs = [wanted.output(shard.rank, column) for column in columns]
-        return outs, any(theirs for _, theirs in brought)
-    first = isinstance(wanted, Sum) and wanted.group(shard.rank)[0] == shard.rank
-    shared = [_room_for(leaf) if first else None for leaf in given]
-    brought = shard.group.exchange(shard.rank, call, (given, records, shared))
+    if sum(leaf.numel() for leaf in leaves) > _SMALL:
+        return _meet_in_place(shard, call, wanted, given, records)
+    brought = shard.group.exchange(shard.rank, call, ([leaf.clone() for leaf in given], records))
+    columns = zip(*(theirs for theirs, _ in brought), strict=True)
+    outs = [wanted.output(shard.rank, column) for column in columns]
+    return outs, any(theirs for _, theirs in brought)
+
+
+def _meet_in_place(
+    shard: Shard, call: Call, wanted: Map, given: list[Tensor], records: bool
+) -> tuple[list[Tensor], bool]:
+    """The same, the others reading this shard's own memory, and making large sums together."""
+    leads = isinstance(wanted, Sum) and wanted.group(shard.rank)[0] == shard.rank
+    rooms = [_room_for(leaf) if leads else None for leaf in given]
+    brought = shard.group.exchange(shard.rank, call, (given, records, rooms, threading.Lock()))
     if isinstance(wanted, Sum):
-        shared = brought[wanted.group(shard.rank)[0]][2]
+        rooms = brought[wanted.group(shard.rank)[0]][2]
     outs = []
-    for column, room in zip(zip(*(theirs for theirs, _, _ in brought), strict=True), shared, strict=True):
-        if room is None:
-            outs.append(wanted.output(shard.rank, column))
-        else:
-            assert isinstance(wanted, Sum)
+    for column, room in zip(zip(*(theirs[0] for theirs in brought), strict=True), rooms, strict=True):
+        if room is not None and isinstance(wanted, Sum):
             wanted.fill(shard.rank, column, room)
-            # To each shard a copy on write of the one result: whoever writes gets its own.
-            outs.append(torch._lazy_clone(room))
+        outs.append(wanted.output(shard.rank, column) if room is None else room)
     # Nobody goes on, and perhaps writes into what it brought, before all have read it.
-    shard.group.exchange(shard.rank, call, None)
-    return outs, any(theirs for _, theirs, _ in brought)
+    shard.group.exchange(shard.rank, call, None, limited=False)
+    # To each shard a copy on write of the one sum: whoever writes gets its own. Making one changes
+    # how the sum is kept, so one shard at a time.
+    with brought[0][3]:
+        outs = [
+            out if room is None else torch._lazy_clone(room) for out, room in zip(outs, rooms, strict=True)
+        ]
+    return outs, any(theirs[1] for theirs in brought)
 
 
 def _room_for(leaf: Tensor) -> Tensor | None:

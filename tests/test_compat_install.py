@@ -1,6 +1,7 @@
 """install and uninstall, and the command that runs an unmodified program."""
 
 import os
+import runpy
 import subprocess
 import sys
 import textwrap
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 import compat
+from compat.__main__ import main
 
 ROOT = Path(compat.__file__).parent.parent
 SCRIPT = """
@@ -133,32 +135,38 @@ def test_a_class_that_cannot_be_given_another_base_is_named():
         type.__setattr__(Fixed, "__bases__", (torch.nn.Module,))
 
 
-def run(*arguments: str, cwd: Path, devices: str = "3") -> subprocess.CompletedProcess[str]:
-    environment = {
-        **os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "FUNCPAR_CPU_DEVICES": devices,
-    }  # fmt: skip
-    return subprocess.run([sys.executable, *arguments], cwd=cwd, env=environment, capture_output=True, text=True,
-                          timeout=120, check=False, stdin=subprocess.DEVNULL)  # fmt: skip
+def run(*arguments: str, cwd: Path) -> list[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "FUNCPAR_CPU_DEVICES": "3"}
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-m", "compat", *arguments],
+        cwd=cwd, env=environment, capture_output=True, text=True, timeout=120, check=False,
+        stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    return done.stdout.splitlines()
 
 
-def test_an_unmodified_script_has_the_same_losses_on_all_devices(tmp_path):
-    (tmp_path / "train.py").write_text(textwrap.dedent(SCRIPT))
-    plain = run("train.py", "--lr", "3", cwd=tmp_path)
-    ours = run("-m", "compat", "train.py", "--lr", "3", cwd=tmp_path)
-    module = run("-m", "compat", "--devices", "2", "-m", "train", "-x", cwd=tmp_path)
-    for done in (plain, ours, module):
-        assert done.returncode == 0, done.stderr
-    *losses, last = plain.stdout.splitlines()
+def test_an_unmodified_script_has_the_same_losses_on_all_devices(tmp_path, capsys, monkeypatch):
+    script = tmp_path / "train.py"
+    script.write_text(textwrap.dedent(SCRIPT))
+    monkeypatch.setattr(sys, "argv", ["train.py", "--lr", "3"])
+    runpy.run_path(str(script), run_name="__main__")
+    *losses, last = capsys.readouterr().out.splitlines()
     assert len(losses) == 5
     assert last == "threads 1 name __main__ arguments ['--lr', '3']"
-    assert ours.stdout.splitlines() == [*losses, "threads 3 name __main__ arguments ['--lr', '3']"]
-    assert module.stdout.splitlines() == [*losses, "threads 2 name __main__ arguments ['-x']"]
+    ours = run("train.py", "--lr", "3", cwd=tmp_path)
+    assert ours == [*losses, "threads 3 name __main__ arguments ['--lr', '3']"]
+    ours = run("--devices", "2", "-m", "train", "-x", cwd=tmp_path)
+    assert ours == [*losses, "threads 2 name __main__ arguments ['-x']"]
 
 
-def test_the_command_says_what_is_missing(tmp_path):
-    done = run("-m", "compat", cwd=tmp_path)
-    assert done.returncode == 2
-    assert "name a script, or a module with -m" in done.stderr
-    done = run("-m", "compat", "--devices", "0", "x.py", cwd=tmp_path)
-    assert done.returncode == 2
-    assert "--devices 0: give 1 or more" in done.stderr
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [([], "name a script, or a module with -m"), (["--devices", "0", "x.py"], "--devices 0: give 1 or more")],
+)
+def test_the_command_says_what_is_missing(arguments, message, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["compat", *arguments])
+    with pytest.raises(SystemExit, match=r"2"):
+        main()
+    assert message in capsys.readouterr().err

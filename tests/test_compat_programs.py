@@ -135,7 +135,7 @@ def test_a_gan_trains_two_wrappers_against_each_other():
             F.softplus(-discriminator(fake)).mean().backward()
             with torch.no_grad():
                 for param in (*make.parameters(), *judge.parameters()):
-                    param -= 0.1 * param.grad
+                    param.sub_(0.1 * param.grad)
                     param.grad = None
         results.append([*make.parameters(), *judge.parameters()])
     assert_close(*results)

@@ -257,7 +257,7 @@ def test_a_wrapper_inside_parallel_apply_and_pmap_uses_the_device_it_is_on():
     module, x = mlp(), rand(8, 3)
     wrapper = compat.DataParallel(Calling(lambda layer, x: module(x).sum()))
     assert [out.shape for out in compat.parallel_apply([wrapper, wrapper], [x, x])] == [(), ()]
-    assert_close(fp.pmap(lambda x: compat.DataParallel(module)(x), in_axes=0)(x), module(x))
+    assert_close(fp.pmap(compat.DataParallel(module), in_axes=0)(x), module(x))
 
 
 def test_methods_and_attributes_of_the_module_are_read_through_the_wrapper():
