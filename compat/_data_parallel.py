@@ -96,6 +96,8 @@ class DataParallel(nn.DataParallel[T]):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Call the module on all devices, each on its rows."""
+        if torch.compiler.is_compiling():  # Threads are no matter for a graph; the module may be compiled.
+            return torch.compiler.disable(self._call)(None, inputs, kwargs)  # type: ignore[no-untyped-call]
         return self._call(None, inputs, kwargs)
 
     def apply_method(self, name: str, /, *inputs: Any, **kwargs: Any) -> Any:

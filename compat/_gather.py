@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, unpack_sequence
@@ -18,7 +19,8 @@ def gather(outputs: Sequence[Any], target_device: DeviceId | None = None, dim: i
     """Join the outputs of replicas into one, tensors along a dimension, in order.
 
     0-d tensors become a vector with one entry per replica. Dicts of any kind, namedtuples, dataclasses,
-    tuples and lists with tensors are joined entry by entry, lists without tensors one after the other.
+    tuples and lists with tensors are joined entry by entry, lists without tensors one after the other, numpy
+    arrays as tensors are.
     Other values are kept if all replicas agree, and become a list with one entry per replica if not.
     Differentiable; a single tensor is returned as it is.
 
@@ -49,10 +51,10 @@ def gather(outputs: Sequence[Any], target_device: DeviceId | None = None, dim: i
     place = None if target_device is None else place_of(target_device, "gather")
     if place is not None and isinstance(parts[0], Tensor) and place.type == "cpu" and parts[0].is_meta:
         place = None  # Meta tensors stay meta tensors.
-    return _joined(parts, "output", lambda tensors: _cat(tensors, place, dim))
+    return _joined(parts, "output", lambda tensors: _cat(tensors, place, dim), dim)
 
 
-def _joined(parts: list[Any], path: str, join: Callable[[list[Tensor]], Tensor]) -> Any:
+def _joined(parts: list[Any], path: str, join: Callable[[list[Tensor]], Tensor], dim: int) -> Any:
     first = parts[0]
     if all(isinstance(part, Tensor) for part in parts):
         if len({part.dim() for part in parts}) > 1:
@@ -61,6 +63,8 @@ def _joined(parts: list[Any], path: str, join: Callable[[list[Tensor]], Tensor])
     if all(isinstance(part, PackedSequence) for part in parts):
         rows = [row for part in parts for row in unpack_sequence(part)]
         return parts[0] if len(parts) == 1 else pack_sequence(rows, enforce_sorted=False)
+    if all(isinstance(part, np.ndarray) and part.ndim > 0 for part in parts):
+        return np.concatenate(parts, dim)
     nodes = [opened(part) for part in parts]
     node = nodes[0]
     if not any(has_tensors(part) for part in parts):
@@ -75,7 +79,7 @@ def _joined(parts: list[Any], path: str, join: Callable[[list[Tensor]], Tensor])
     else:
         columns = [list(c) for c in zip(*(n.children for n in nodes if n is not None), strict=True)]
     entries = zip(columns, node.entries, strict=True)
-    return node.build([_joined(column, path + entry, join) for column, entry in entries])
+    return node.build([_joined(column, path + entry, join, dim) for column, entry in entries])
 
 
 def _agree(node: Node | None, nodes: list[Node | None]) -> bool:

@@ -90,7 +90,7 @@ def run(
         dim: The dimension of rows, which weight a mean.
 
     Returns:
-        The outputs, and what was written by a module that ran as several replicas.
+        The outputs, and what was written and is not all kept.
     """
     subjects: dict[int, Subject] = {}
     for rank, fun in enumerate(funs):
@@ -133,7 +133,7 @@ def run(
                           [rows[rank] for rank in subject.ranks], policy)  # fmt: skip
             writes: Writes = whole[subject.ranks[0]][1]
             writes.put_on(subject.module)
-            names += writes.names() if len(subject.ranks) > 1 else []
+            names += writes.names(lost_alone=len(subject.ranks) == 1)
     return [out for out, _ in whole], names
 
 
@@ -147,7 +147,7 @@ def told(names: Sequence[str], call: str) -> str:
     """Return the warning about attributes that several replicas wrote."""
     return (
         f"{call}: forward writes {', '.join(names)} on its module, and every replica does. What the first "
-        f"replica wrote is kept, the rest is gone.\nReturn such values, or keep them in buffers."
+        f"replica wrote is kept if it can be, the rest is gone.\nReturn such values, or keep them in buffers."
     )
 
 

@@ -21,9 +21,10 @@ class Writes:
     buffers: dict[tuple[str, str], Tensor]
     lost: dict[tuple[str, str], None]
 
-    def names(self) -> list[str]:
-        """Return the attributes written, as code below the module."""
-        return [f"{owner}.{key}".lstrip(".") for owner, key in (*self.attributes, *self.buffers, *self.lost)]
+    def names(self, lost_alone: bool) -> list[str]:
+        """Return the attributes written, as code below the module; all, or those that cannot be kept."""
+        kept = () if lost_alone else (*self.attributes, *self.buffers)
+        return [f"{owner}.{key}".lstrip(".") for owner, key in (*kept, *self.lost)]
 
     def put_on(self, module: nn.Module) -> None:
         """Write the same to the original."""
@@ -58,6 +59,10 @@ class Watch:
         found = Writes({}, {}, {})
         for name, m, attributes, buffers, parameters, children in self._before:
             self._refuse_new(name, m, parameters, children)
+            if m._modules != children:  # Another name for a submodule; what it was is on the original.
+                found.lost.update(
+                    {(name, k): None for k, c in m._modules.items() if children.get(k) is not c}
+                )
             if len(m._buffers) > len(buffers):
                 fresh = [(key, b) for key, b in m._buffers.items() if key not in buffers and b is not None]
                 found.buffers.update({(name, key): b.detach() for key, b in fresh})

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from funcpar._collectives import all_gather
+from funcpar._gathers import all_gather
 from funcpar._group import find, live
 from funcpar._isolation import _refuse_shared_statistics
 

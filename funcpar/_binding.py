@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from funcpar import tree
+
 
 @dataclass(slots=True)
 class Argument:
@@ -74,3 +76,61 @@ class Binder:
                 by_name = p.kind is p.KEYWORD_ONLY or (gap and p.kind is not p.POSITIONAL_ONLY)
                 found.append(Argument(p.name, p.name, k, bound[p.name], p.name if by_name else None))
         return found
+
+
+def static_positions(call: str, static: Any, binder: Binder) -> frozenset[int]:
+    """Return the positions of arguments that are passed whole.
+
+    Raises:
+        TypeError: A position is not an integer.
+        ValueError: The function has no such parameter.
+    """
+    numbers = tuple(static) if isinstance(static, list | tuple | set | frozenset) else (static,)
+    room = len(binder.parameters)
+    endless = not room or any(p.kind is p.VAR_POSITIONAL for p in binder.parameters)
+    for number in numbers:
+        if isinstance(number, bool) or not isinstance(number, int):
+            raise TypeError(
+                f"{call}: static_broadcasted_argnums={static!r} is not an integer or several.\n"
+                f"Give positions of arguments, from 0."
+            )
+        if number < -room or (number >= room and not endless):
+            raise ValueError(
+                f"{call}: static_broadcasted_argnums={static!r}, and the function has {room} parameters.\n"
+                f"Give positions from 0 to {room - 1}."
+            )
+    return frozenset(number % room if number < 0 else number for number in numbers)
+
+
+def check_in_axes(call: str, spec: Any, binder: Binder) -> None:
+    """Refuse what can never be ``in_axes`` of this function.
+
+    Raises:
+        TypeError: An entry is of the wrong kind.
+        ValueError: An entry names no parameter.
+    """
+    if isinstance(spec, str) and spec != "auto":
+        raise ValueError(
+            f'{call}: in_axes={spec!r} is unknown.\nGive "auto", an int, None, or a tree of those.'
+        )
+    if isinstance(spec, dict) and binder.parameters:
+        names = [p.name for p in binder.parameters]
+        if not any(p.kind is p.VAR_KEYWORD for p in binder.parameters):
+            for name in spec:
+                if name not in names:
+                    raise ValueError(
+                        f"{call}: in_axes names {name!r}, which is no parameter of the function.\n"
+                        f"Its parameters are {', '.join(names)}."
+                    )
+    if isinstance(spec, list | tuple) and binder.parameters:
+        room = len(binder.parameters)
+        if len(spec) > room and not any(p.kind is p.VAR_POSITIONAL for p in binder.parameters):
+            raise ValueError(
+                f"{call}: in_axes has {len(spec)} entries, and the function has {room} parameters.\n"
+                f"Give in_axes one entry per argument, or a dict by parameter name."
+            )
+    for path, leaf in tree.leaves_with_path(spec, "in_axes"):
+        if leaf != "auto" and (isinstance(leaf, bool) or not isinstance(leaf, int)):
+            raise TypeError(
+                f"{call}: {path}={leaf!r} is not an axis.\nGive an int (split along it) or None (replicate)."
+            )

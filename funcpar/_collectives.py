@@ -1,4 +1,4 @@
-"""Collectives that reduce, gather and scatter, and what a shard knows of its axis.
+"""Collectives that reduce, and what a shard knows of its axis.
 
 Each works on a pytree, passes None leaves, communicates a Python number and returns a number, and
 is differentiable with the exact adjoint of the map over all shards, in reverse and forward mode, to
@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from funcpar._group import Shard, find
-from funcpar._maps import Extremum, Gather, Scatter, Sum
-from funcpar._operand import as_groups, check_dim, check_divisible, communicate, over_axes
+from funcpar._maps import Extremum, Sum
+from funcpar._operand import as_groups, communicate, over_axes, summable
 
 IndexGroups = Sequence[Sequence[int]] | None
 
@@ -51,7 +51,7 @@ def psum(x: Any, axis_name: Hashable = None, *, axis_index_groups: IndexGroups =
             x,
             axis,
             lambda s: Sum(0, as_groups("psum", axis_index_groups, s.group.size)),
-            prepare=_summable,
+            prepare=summable,
         )
     return x
 
@@ -130,11 +130,7 @@ def pmax(x: Any, axis_name: Hashable = None, *, axis_index_groups: IndexGroups =
     References:
         ``jax.lax.pmax``, which drops NaN on CPU.
     """
-    for axis in over_axes(axis_name):
-        x = communicate(
-            "pmax", x, axis, lambda s: Extremum(0, as_groups("pmax", axis_index_groups, s.group.size))
-        )
-    return x
+    return _extremum("pmax", x, axis_name, axis_index_groups)
 
 
 def pmin(x: Any, axis_name: Hashable = None, *, axis_index_groups: IndexGroups = None) -> Any:
@@ -164,115 +160,7 @@ def pmin(x: Any, axis_name: Hashable = None, *, axis_index_groups: IndexGroups =
     References:
         ``jax.lax.pmin``, which drops NaN on CPU.
     """
-    for axis in over_axes(axis_name):
-        x = communicate(
-            "pmin",
-            x,
-            axis,
-            lambda s: Extremum(0, as_groups("pmin", axis_index_groups, s.group.size), largest=False),
-        )
-    return x
-
-
-def all_gather(
-    x: Any,
-    axis_name: Hashable = None,
-    *,
-    axis_index_groups: IndexGroups = None,
-    axis: int = 0,
-    tiled: bool = False,
-) -> Any:
-    """Give every shard the values of all, in rank order.
-
-    Args:
-        x: A tree of tensors of any shape S, the same on all shards.
-        axis_name: The mapped axis, by default the innermost.
-        axis_index_groups: Groups of ranks of one size, each rank in exactly one.
-        axis: Where the R values go: a new dimension of the result, or with ``tiled`` one of S that
-            becomes R times as long.
-        tiled: Concatenate instead of stacking.
-
-    Returns:
-        The tree of results, on the shard's device; its own memory.
-
-    Raises:
-        UnboundAxisError: No running pmap binds the axis.
-        ReplicaMismatchError: Another shard makes another call, or has another shape.
-        ValueError: ``axis`` is out of range, or the groups are no partition or differ in size.
-
-    Example:
-        >>> import torch, funcpar as fp
-        >>> fp.set_cpu_devices(2)
-        >>> fp.pmap(lambda x: fp.all_gather(x, tiled=True), in_axes=0, out_axes=None)(torch.arange(4))
-        tensor([0, 1, 2, 3])
-
-    References:
-        ``jax.lax.all_gather``.
-    """
-
-    def check(leaf: Tensor, where: str, size: int) -> None:
-        check_dim(where, "axis", axis, leaf.dim() + (not tiled))
-
-    return communicate(
-        "all_gather",
-        x,
-        axis_name,
-        lambda s: Gather(0, as_groups("all_gather", axis_index_groups, s.group.size, even=True), axis, tiled),
-        check=check,
-    )
-
-
-def psum_scatter(
-    x: Any,
-    axis_name: Hashable = None,
-    *,
-    scatter_dimension: int = 0,
-    axis_index_groups: IndexGroups = None,
-    tiled: bool = False,
-) -> Any:
-    """Sum over the shards of an axis, and give every shard one part of the sum.
-
-    Args:
-        x: A tree of tensors, at least 1-d, whose ``scatter_dimension`` has size R, or with ``tiled`` a
-            multiple of R.
-        axis_name: The mapped axis, by default the innermost.
-        scatter_dimension: Which dimension is dealt out.
-        axis_index_groups: Groups of ranks of one size, each rank in exactly one.
-        tiled: Keep the dimension, 1/R as long, instead of removing it.
-
-    Returns:
-        The tree of parts, on the shard's device; its own memory.
-
-    Raises:
-        UnboundAxisError: No running pmap binds the axis.
-        ReplicaMismatchError: Another shard makes another call.
-        ValueError: The dimension is missing or cannot be dealt out, or the groups are no partition or
-            differ in size.
-
-    Example:
-        >>> import torch, funcpar as fp
-        >>> fp.set_cpu_devices(2)
-        >>> part = fp.pmap(lambda x: fp.psum_scatter(x.sum(0), tiled=True), in_axes=0, out_axes=0)
-        >>> part(torch.arange(8.0).reshape(4, 2))
-        tensor([12., 16.])
-
-    References:
-        ``jax.lax.psum_scatter``; bool tensors are summed as int64.
-    """
-
-    def check(leaf: Tensor, where: str, size: int) -> None:
-        check_divisible(where, "scatter_dimension", leaf, scatter_dimension, size, tiled)
-
-    return communicate(
-        "psum_scatter",
-        x,
-        axis_name,
-        lambda s: Scatter(
-            0, as_groups("psum_scatter", axis_index_groups, s.group.size, even=True), scatter_dimension, tiled
-        ),
-        check=check,
-        prepare=_summable,
-    )
+    return _extremum("pmin", x, axis_name, axis_index_groups)
 
 
 def axis_index(axis_name: Hashable = None) -> int:
@@ -323,8 +211,19 @@ def axis_size(axis_name: Hashable = None) -> int:
     return find(axis_name, "axis_size").group.size
 
 
-def _summable(leaf: Tensor, shard: Shard) -> Tensor:
-    return leaf.to(torch.int64) if leaf.dtype is torch.bool else leaf
+def _extremum(name: str, x: Any, axis_name: Hashable, axis_index_groups: IndexGroups) -> Any:
+    def make(shard: Shard) -> Extremum:
+        return Extremum(0, as_groups(name, axis_index_groups, shard.group.size), name == "pmax")
+
+    def check(leaf: Tensor, where: str, size: int) -> None:
+        if leaf.is_complex():
+            raise TypeError(
+                f"{where} is complex, and complex numbers have no order.\nGive its abs() or real part."
+            )
+
+    for axis in over_axes(axis_name):
+        x = communicate(name, x, axis, make, check=check)
+    return x
 
 
 def _share(shard: Shard, groups: Sequence[Sequence[int]]) -> float:

@@ -16,18 +16,19 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._C import _functorch
+from torch.autograd import forward_ad
 
-from funcpar._graph import ROOT, Gradient, apply, reach
+from funcpar._graph import ROOT, Gradient, apply, is_wrapped, reach
 from funcpar._group import Call, Shard, call_site, find, live
 from funcpar._maps import Extremum, Map, Sum
 from funcpar._pages import empty_like
-from funcpar._world import differentiates_above, in_torch_func
+from funcpar._request import Request
+from funcpar._world import differentiates_above, in_dual_level, in_torch_func
 
 # Below this many entries in all, a shard hands out copies; above, the others read its own values,
 # and it waits until they have.
@@ -76,41 +77,6 @@ def complete(outs: Sequence[Tensor], tokens: Sequence[Gradient]) -> list[Tensor]
     return [token for k in missing if (token := tokens[k]) is not None]
 
 
-@dataclass(frozen=True, slots=True)
-class Signature:
-    """What the shards of a collective must agree on."""
-
-    options: Map
-    structure: Any
-    leaves: tuple[tuple[torch.dtype, torch.Size], ...]
-
-    def __str__(self) -> str:
-        more = len(self.leaves) - 4
-        shown = ", ".join(f"{str(dtype)[6:]}{list(shape)}" for dtype, shape in self.leaves[:4])
-        shown += f", and {more} more" if more > 0 else ""
-        return f"{shown}; {self.options}; {self.structure}"
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """One collective as a shard asks for it, the same in forward, transpose and tangent.
-
-    Attributes:
-        axis: Name of the axis, None for the innermost.
-        name: The operation, as the user wrote it.
-        structure: Structure of the operand, and what else the shards must agree on.
-    """
-
-    axis: Any
-    name: str
-    structure: Any
-
-    def call(self, wanted: Map, leaves: Sequence[Tensor]) -> Call:
-        """Return what the group compares."""
-        kinds = tuple((leaf.dtype, leaf.shape) for leaf in leaves)
-        return Call(self.name, Signature(wanted, self.structure, kinds), call_site())
-
-
 def carry_out(request: Request, wanted: Map, leaves: list[Tensor]) -> list[Tensor]:
     """Return what this shard gets of every leaf.
 
@@ -118,6 +84,13 @@ def carry_out(request: Request, wanted: Map, leaves: list[Tensor]) -> list[Tenso
         UnboundAxisError: Nothing binds the axis.
         ReplicaMismatchError: Another shard makes another call.
     """
+    if isinstance(wanted, Extremum) and any(map(_may_be_differentiated, leaves)):
+        outs = _carry_out(request, wanted, [leaf.detach() for leaf in leaves])
+        return list(apply(_Refused, request.name, len(outs), *outs, *leaves))
+    return _carry_out(request, wanted, leaves)
+
+
+def _carry_out(request: Request, wanted: Map, leaves: list[Tensor]) -> list[Tensor]:
     shard = find(request.axis, request.name)
     if shard.group.size == 1:
         return [wanted.output(0, [leaf]) for leaf in leaves]
@@ -132,8 +105,6 @@ def carry_out(request: Request, wanted: Map, leaves: list[Tensor]) -> list[Tenso
         outs, recorded = _meet(shard, request, wanted, leaves, records)
     if not recorded:
         return outs
-    if isinstance(wanted, Extremum):
-        return list(apply(_Refused, wanted, outs, *leaves)) if records else outs
     token: Gradient = None
     if torch.is_grad_enabled():
         token, *outs = apply(_Recorded, request, wanted, outs, ROOT, *leaves)
@@ -212,6 +183,12 @@ def _transpose(request: Request, wanted: Map, cotangents: Sequence[Gradient]) ->
     return grads
 
 
+def _may_be_differentiated(leaf: Tensor) -> bool:
+    if leaf.requires_grad or is_wrapped(leaf):
+        return True
+    return in_dual_level() and forward_ad.unpack_dual(leaf).tangent is not None  # type: ignore[no-untyped-call]
+
+
 def _is_smooth(leaf: Tensor) -> bool:
     return leaf.is_floating_point() or leaf.is_complex()
 
@@ -232,17 +209,26 @@ class _Recorded(torch.autograd.Function):
 
 
 class _Refused(torch.autograd.Function):
-    """What a map without a gradient gave."""
+    """What a map without a gradient gave, as an output of what it was given."""
+
+    generate_vmap_rule = True
 
     @staticmethod
-    def forward(ctx: Any, wanted: Map, outs: list[Tensor], *leaves: Tensor) -> tuple[Tensor, ...]:
-        ctx.wanted = wanted
-        return tuple(outs)
+    def forward(name: str, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(tensor.clone() for tensor in tensors[:count])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.name = inputs[0]
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Gradient) -> tuple[Gradient, ...]:
-        ctx.wanted.transposed()
-        raise AssertionError
+        raise NotImplementedError(
+            f"{ctx.name} has no gradient.\nDetach its operand, {ctx.name}(x.detach()), to use it as a "
+            f"constant."
+        )
+
+    jvp = backward
 
 
 class _Traced(torch.autograd.Function):
@@ -264,8 +250,6 @@ class _Traced(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, _: None, __: None, *tangents: Gradient) -> tuple[Gradient, ...]:
-        if isinstance(ctx.wanted, Extremum):
-            ctx.wanted.transposed()
         given = [
             torch.zeros(shape, dtype=dtype) if tangent is None else tangent
             for tangent, (shape, dtype) in zip(tangents, ctx.kinds, strict=True)

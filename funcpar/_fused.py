@@ -86,6 +86,9 @@ class Fused:
     def run(self) -> Any:
         """Return what the gradient function would return for the whole."""
         size = len(self.split.devices)
+        if size == 1 and not self.gradient.has_aux:
+            args, kwargs = self.split.rebuild(self.split.leaves[0])
+            return self.frame.run([lambda: self.fun(*args, **kwargs)])[0]
         self.found = [None] * size
         answers = call_shards(
             self.frame, [functools.partial(self._body, rank) for rank in range(size)], self.split.leaves
@@ -101,8 +104,7 @@ class Fused:
         found.value = self.merge.column(self.value_spec, values, "the value")
         found.aux = self.merge.trees(self.aux_spec, auxes) if self.gradient.has_aux else None
         rows = [answer[1 + count :] for answer in answers]
-        grads = [self._merged(k, rows) for k in range(len(found.leaves))]
-        return self.gradient.answer(found, grads)
+        return self.gradient.answer(found, self._gradients(rows))
 
     def _body(self, rank: int, leaves: list[Any]) -> list[Any]:
         args, kwargs = self.split.rebuild(leaves)
@@ -183,18 +185,17 @@ class Fused:
         known = {id(leaf): axis for leaf, axis in zip(leaves, self.split.axes, strict=True)}
         return [known.get(id(leaf)) for leaf in found.leaves]
 
-    def _merged(self, k: int, rows: Sequence[list[Gradient]]) -> Gradient:
-        column = [row[k] for row in rows]
-        leaves = [found.leaves[k] for found, _, _ in self.found]
-        axis = self.found[0][2][k]
-        if axis is None:
-            total = self.totals.get(k)
-            if total is None:
-                total = add_up(column)
-            return self.gradient.finish(leaves[:1], [total])[0]
-        parts: list[Any] = self.gradient.finish(leaves, column)
-        return (
-            torch.cat([part.to(parts[0].device) for part in parts], axis)
-            if isinstance(parts[0], Tensor)
-            else None
-        )
+    def _gradients(self, rows: Sequence[list[Gradient]]) -> list[Gradient]:
+        """Return the gradient of each leaf: a sum over shards, or the rows of all."""
+        first, _, axes = self.found[0]
+        whole = [self.totals.get(k) for k in range(len(axes))]
+        for k, axis in enumerate(axes):
+            column = [row[k] for row in rows]
+            if axis is None and whole[k] is None:
+                whole[k] = add_up(column)
+            elif axis is not None:
+                leaves = [found.leaves[k] for found, _, _ in self.found]
+                parts: list[Any] = self.gradient.finish(leaves, column)
+                if isinstance(parts[0], Tensor):
+                    whole[k] = torch.cat([part.to(parts[0].device) for part in parts], axis)
+        return self.gradient.finish(first.leaves, whole)

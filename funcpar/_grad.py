@@ -13,15 +13,15 @@ import inspect
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from funcpar import tree
-from funcpar._exchange import complete, keep, recording
-from funcpar._graph import ROOT, Gradient, closed_over, holds_tensors, own_all
-from funcpar._world import in_dual_level, in_torch_func
+from funcpar._differentiate import by_autograd, by_torch_func, recordable
+from funcpar._graph import Gradient, holds_tensors, own_all
+from funcpar._world import in_torch_func
 
 Handler: TypeAlias = Callable[["GradientFunction", tuple[Any, ...], dict[str, Any]], Any]
 
@@ -31,7 +31,7 @@ class _Here(threading.local):
 
     target: GradientFunction | None = None
     handler: Handler | None = None
-    seen: list[Tensor] | None = None
+    seen: list[tuple[Tensor, Tensor]] | None = None
 
 
 _here = _Here()
@@ -85,9 +85,10 @@ class GradientFunction:
             with handled(None, None):  # A call of the same function further in is a local one.
                 return handler(self, args, kwargs)
         found = self.evaluate(args, kwargs)
-        answer = self.answer(found, self.finish(found.leaves, own_all(found.grads)))
+        grads = self.finish(found.leaves, own_all(found.grads))
+        answer = self.answer(found, grads)
         if _here.seen is not None:
-            _here.seen += [grad for grad in tree.leaves(answer) if isinstance(grad, Tensor)]
+            _here.seen += [(g, leaf) for g, leaf in zip(grads, found.leaves, strict=True) if g is not None]
         return answer
 
     def answer(self, found: Evaluation, grads: list[Gradient]) -> Any:
@@ -109,7 +110,7 @@ class GradientFunction:
     ) -> Evaluation:
         """Return the value, aux, and the gradients times ``seed`` (None: 1)."""
         if torch.is_inference_mode_enabled():  # Inference tensors cannot be part of a graph.
-            args, kwargs = tree.map(_recordable, (args, kwargs))
+            args, kwargs = tree.map(recordable, (args, kwargs))
         slots = self._slots(args, kwargs)
         flat = [tree.flatten(args[slot] if isinstance(slot, int) else kwargs[slot]) for slot in slots]
         leaves = [leaf for part, _ in flat for leaf in part]
@@ -139,7 +140,7 @@ class GradientFunction:
             return self._split(self.fun(*new_args, **new_kwargs))
 
         inputs = [leaves[k] for k in chosen]
-        differentiate = _by_torch_func if in_torch_func() else _by_autograd
+        differentiate = by_torch_func if in_torch_func() else by_autograd
         value, aux, some = differentiate(call, inputs, seed)
         grads: list[Gradient] = [None] * len(leaves)
         for k, grad in zip(chosen, some, strict=True):
@@ -251,105 +252,6 @@ def value_and_grad(
     return GradientFunction("value_and_grad", fun, argnums, has_aux)
 
 
-def _by_autograd(
-    call: Callable[..., tuple[Tensor, Any]], leaves: list[Tensor], seed: float | None
-) -> tuple[Tensor, Any, list[Gradient]]:
-    outer = torch.is_grad_enabled()
-    dual = in_dual_level()
-    joined = dual or (outer and any(leaf.requires_grad for leaf in leaves))
-    with _recorded_graph(), recording() as tokens:
-        stands = [_stand_in(leaf, joined, dual) for leaf in leaves]
-        value, aux = call(*stands)
-        # What the function passes through is the argument, not its stand-in.
-        passed = {id(stand): leaf for stand, leaf in zip(stands, leaves, strict=True)}
-        aux = tree.map(lambda leaf: passed.get(id(leaf), leaf), aux)
-        joined = joined or (outer and value.requires_grad and bool(closed_over([value], stands)))
-        grads = _backward(value, stands, seed, tokens, joined)
-    if joined:
-        keep(tokens)
-        return value, aux, grads
-    known = set(map(id, leaves))
-    return value.detach(), tree.map(lambda leaf: leaf if id(leaf) in known else _detached(leaf), aux), grads
-
-
-def _backward(
-    value: Tensor, stands: list[Tensor], seed: float | None, tokens: list[Gradient], joined: bool
-) -> list[Gradient]:
-    # What does not count has no gradient: 0 times 0/0 would be NaN.
-    starts = [value] if value.requires_grad and seed != 0.0 else []
-    seeds = [torch.ones_like(value) if seed is None else torch.full_like(value, seed) for value in starts]
-    for token in complete(starts, tokens):
-        starts.append(token)
-        seeds.append(torch.zeros_like(token))
-    if not starts or not stands:
-        return [None] * len(stands)
-    ins = [*stands, ROOT] if tokens else stands
-    grads: list[Gradient] = list(
-        torch.autograd.grad(starts, ins, seeds, create_graph=joined, allow_unused=True)
-    )
-    return grads[: len(stands)]
-
-
-def _by_torch_func(
-    call: Callable[..., tuple[Tensor, Any]], leaves: list[Tensor], seed: float | None
-) -> tuple[Tensor, Any, list[Gradient]]:
-    rest: list[Any] = []
-
-    if seed == 0.0:
-        value, aux = call(*leaves)
-        return value, aux, [None] * len(leaves)
-
-    def flat(*stands: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        value, aux = call(*stands)
-        aux_leaves, spec = tree.flatten(aux)
-        tensors = tuple(leaf for leaf in aux_leaves if isinstance(leaf, Tensor))
-        rest[:] = [spec, aux_leaves]
-        return value, tensors
-
-    value, pull, tensors = cast(Any, torch.func.vjp(flat, *leaves, has_aux=True))
-    spec, aux_leaves = rest
-    plain = iter(tensors)
-    aux = tree.unflatten(spec, [next(plain) if isinstance(leaf, Tensor) else leaf for leaf in aux_leaves])
-    start = torch.ones_like(value) if seed is None else torch.full_like(value, seed)
-    return value, aux, list(pull(start))
-
-
-def _stand_in(leaf: Tensor, joined: bool, dual: bool) -> Tensor:
-    """Make a tensor that the function alone sees, so that its gradient is this argument's alone."""
-    if dual or (joined and leaf.requires_grad):
-        stand = leaf.view_as(leaf)
-        return stand if stand.requires_grad else stand.requires_grad_()
-    if leaf.is_inference():
-        leaf = leaf.clone()
-    return leaf.detach().requires_grad_()
-
-
-@contextlib.contextmanager
-def _recorded_graph() -> Iterator[None]:
-    """Record a graph, whatever the caller's mode."""
-    with torch.inference_mode(False), torch.enable_grad():
-        yield
-
-
-def _recordable(leaf: Any) -> Any:
-    if isinstance(leaf, Tensor) and leaf.is_inference():
-        with torch.inference_mode(False):
-            return leaf.clone()
-    return leaf
-
-
-def _detached(leaf: Any) -> Any:
-    return leaf.detach() if isinstance(leaf, Tensor) and leaf.requires_grad else leaf
-
-
-def _is_differentiable(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
-
-
-def _name_of(fun: Callable[..., Any]) -> str:
-    return getattr(fun, "__name__", type(fun).__name__)
-
-
 @contextlib.contextmanager
 def handled(target: GradientFunction | None, handler: Handler | None) -> Iterator[None]:
     """Let a handler answer the calls of one gradient function in this thread."""
@@ -362,10 +264,18 @@ def handled(target: GradientFunction | None, handler: Handler | None) -> Iterato
 
 
 @contextlib.contextmanager
-def recorded() -> Iterator[list[Tensor]]:
-    """Collect every gradient that a gradient function returns in this thread."""
+def recorded() -> Iterator[list[tuple[Tensor, Tensor]]]:
+    """Collect what gradient functions return in this thread: gradients, each with its leaf."""
     before, _here.seen = _here.seen, []
     try:
         yield _here.seen
     finally:
         _here.seen = before
+
+
+def _name_of(fun: Callable[..., Any]) -> str:
+    return getattr(fun, "__name__", type(fun).__name__)
+
+
+def _is_differentiable(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())

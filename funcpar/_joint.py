@@ -73,7 +73,10 @@ class _Sources:
 
 def call_shards(frame: Frame, bodies: Sequence[Leafwise], inputs: Sequence[list[Any]]) -> list[list[Any]]:
     """Run ``bodies[i](inputs[i])`` as shard i: lists of leaves to lists of leaves, differentiable."""
-    if len(bodies) == 1 or not torch.is_grad_enabled() or is_transformed():
+    # One shard is plain code, but with a name its axis must be bound in backward too: a checkpoint
+    # in the function runs collectives again there.
+    plain = len(bodies) == 1 and frame.axis is None
+    if plain or not torch.is_grad_enabled() or is_transformed():
         return frame.run([partial(body, leaves) for body, leaves in zip(bodies, inputs, strict=True)])
     return _call_joined(frame, bodies, inputs, _Sources(), [None] * len(bodies))
 

@@ -98,10 +98,7 @@ class Extremum(Grouped):
         return stacked.amax(0) if self.largest else stacked.amin(0)
 
     def transposed(self) -> Map:
-        name = "pmax" if self.largest else "pmin"
-        raise NotImplementedError(
-            f"{name} has no gradient.\nDetach its operand, {name}(x.detach()), to use it as a constant."
-        )
+        raise NotImplementedError("an extremum is not linear")
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ leaf of every shard, in rank order) into one leaf. What a spec cannot honour is 
 from __future__ import annotations
 
 import numbers
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from funcpar import tree
+from funcpar._equality import all_equal, kind, plain_lists, same_object, where_unequal
 from funcpar._errors import ReplicaMismatchError
-from funcpar._graph import holds_tensors, innermost, shares_memory
+from funcpar._graph import holds_tensors, shares_memory
 from funcpar._reduce import add_up
 from funcpar._split import Split
 from funcpar._staging import Shards
@@ -103,13 +104,13 @@ class Merge:
         )
 
     def _auto(self, column: list[Any], path: str) -> Any:
-        if all(isinstance(leaf, Tensor) for leaf in column) and not _same_object(column):
+        if all(isinstance(leaf, Tensor) for leaf in column) and not same_object(column):
             if all(leaf.dim() == 0 and (leaf.is_floating_point() or leaf.is_complex()) for leaf in column):
                 return "mean"
             if self._follows_rows(column):
                 return 0
-        if not _all_equal(column):
-            shapes = ", ".join(_kind(leaf) for leaf in column)
+        if not all_equal(column):
+            shapes = ", ".join(kind(leaf) for leaf in column)
             rows = (
                 "nothing is mapped" if self.split.rows is None else f"the shards have {self.split.rows} rows"
             )
@@ -143,7 +144,7 @@ class Merge:
         if len(rest) > 1 or len({leaf.dim() for leaf in column}) > 1:
             raise ReplicaMismatchError(
                 f"{self.call}: {path} cannot be joined along dimension {dim}: "
-                f"{', '.join(_kind(leaf) for leaf in column)}.\nReturn the same shape but for that dimension."
+                f"{', '.join(kind(leaf) for leaf in column)}.\nReturn the same shape but for that dimension."
             )
         return torch.cat([leaf.to(column[0].device) for leaf in column], dim)
 
@@ -181,10 +182,10 @@ class Merge:
         return torch.stack([leaf.to(column[0].device) for leaf in column])
 
     def _equal(self, column: list[Any], path: str) -> Any:
-        if not _all_equal(column):
+        if not all_equal(column):
             raise ReplicaMismatchError(
                 f"{self.call}: {path} was promised equal on all shards and is not: "
-                f"{', '.join(_kind(leaf) for leaf in column)}{_where_unequal(column)}.\n"
+                f"{', '.join(kind(leaf) for leaf in column)}{where_unequal(column)}.\n"
                 f'Reduce it in the function (fp.pmean, fp.psum), or give it out_axes "mean" or "stack".'
             )
         return self._own(column[0])
@@ -214,7 +215,7 @@ class Merge:
             return
         if all(isinstance(leaf, Tensor) for leaf in rows[0]):
             return
-        for path, items in _plain_lists(outs[0], "output"):
+        for path, items in plain_lists(outs[0], "output"):
             if len(items) == self.split.rows[0] and len(set(self.split.rows)) == 1:
                 raise ValueError(
                     f"{self.call}: {path} is a list with one entry per row of its shard, and "
@@ -225,76 +226,16 @@ class Merge:
     def _tensors(self, column: list[Any], path: str, wanted: str, alike: bool) -> None:
         if not all(isinstance(leaf, Tensor) for leaf in column):
             raise TypeError(
-                f"{self.call}: {path} is {', '.join(_kind(leaf) for leaf in column)}, and "
+                f"{self.call}: {path} is {', '.join(kind(leaf) for leaf in column)}, and "
                 f"{wanted} needs tensors.\n"
                 f"Return a tensor, or give it out_axes=None if all shards agree."
             )
         if len({leaf.dtype for leaf in column}) > 1 or (alike and len({leaf.shape for leaf in column}) > 1):
             raise ReplicaMismatchError(
                 f"{self.call}: {path} differs in shape or dtype between shards: "
-                f"{', '.join(_kind(leaf) for leaf in column)}; {wanted} needs them alike.\n"
+                f"{', '.join(kind(leaf) for leaf in column)}; {wanted} needs them alike.\n"
                 f"Return the same from every shard."
             )
-
-
-def _plain_lists(out: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Yield the lists in an output that hold no tensor and no container."""
-    if isinstance(out, dict):
-        for key, item in out.items():
-            yield from _plain_lists(item, f"{path}[{key!r}]")
-    elif isinstance(out, list | tuple):
-        if (
-            isinstance(out, list)
-            and out
-            and not any(isinstance(i, Tensor | list | tuple | dict) for i in out)
-        ):
-            yield path, out
-        for k, item in enumerate(out):
-            yield from _plain_lists(item, f"{path}[{k}]")
-
-
-def _same_object(column: list[Any]) -> bool:
-    return all(leaf is column[0] for leaf in column)
-
-
-def _all_equal(column: list[Any]) -> bool:
-    return _same_object(column) or all(_equal(column[0], leaf) for leaf in column[1:])
-
-
-def _equal(one: Any, other: Any) -> bool:
-    if one is other:
-        return True
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        if one.shape != other.shape or one.dtype != other.dtype or one.layout != other.layout:
-            return False
-        return _equal_values(innermost(one).detach(), innermost(other).detach())
-    if isinstance(one, Tensor) or isinstance(other, Tensor) or type(one) is not type(other):
-        return False
-    try:
-        return bool(one == other) or bool(one != one and other != other)  # noqa: PLR0124
-    except Exception:  # What cannot be compared is not known to be equal.
-        return False
-
-
-def _equal_values(one: Tensor, other: Tensor) -> bool:
-    other = other.to(one.device)
-    if one.layout is not torch.strided:
-        one, other = one.to_dense(), other.to_dense()
-    if torch.equal(one, other):
-        return True
-    return bool(torch.isclose(one, other, rtol=0.0, atol=0.0, equal_nan=True).all())
-
-
-def _where_unequal(column: list[Any]) -> str:
-    shards = [str(rank) for rank, leaf in enumerate(column) if not _equal(column[0], leaf)]
-    return f" (shard {', '.join(shards)} from shard 0)"
-
-
-def _kind(leaf: Any) -> str:
-    if isinstance(leaf, Tensor):
-        return f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
-    text = repr(leaf)
-    return text if len(text) <= 40 else type(leaf).__name__
 
 
 def check_out_axes(call: str, spec: Any) -> None:

@@ -117,15 +117,9 @@ class Spec:
         """Return the children by key or index."""
         return dict(zip(self.keys or range(len(self.children)), self.children, strict=True))
 
-    def has_mapping(self) -> bool:
-        """Tell whether a node has keys, whose order may differ from tree to tree."""
-        return self.kind.style == "mapping" or (
-            not self.is_flat and any(child.has_mapping() for child in self.children)
-        )
-
     def order(self) -> Sequence[int]:
         """Return the leaves in an order that does not depend on the order of keys."""
-        if not self.has_mapping():
+        if self.is_flat and self.kind.style != "mapping":
             return range(self.num_leaves)
         return sorted(range(self.num_leaves), key=self.paths().__getitem__)
 

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from funcpar import tree
-from funcpar._exchange import Request, carry_out
+from funcpar._exchange import carry_out
 from funcpar._group import Shard, find
 from funcpar._maps import Groups, Map
+from funcpar._request import Request
 
 Check = Callable[[Tensor, str, int], None]
 
@@ -65,6 +66,11 @@ def _checked(
             check(tensor, f"{name}: {path}", len(groups[0]) if groups else size)
         found.append(tensor)
     return found
+
+
+def summable(leaf: Tensor, shard: Shard) -> Tensor:
+    """Return what is added: bool as int64."""
+    return leaf.to(torch.int64) if leaf.dtype is torch.bool else leaf
 
 
 def over_axes(axis_name: Hashable) -> Iterable[Hashable]:

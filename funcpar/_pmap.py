@@ -10,8 +10,8 @@ from typing import Any
 import torch._functorch.apis
 
 from funcpar import tree
-from funcpar._axes import InAxes, check_in_axes, static_positions
-from funcpar._binding import Binder
+from funcpar._axes import InAxes
+from funcpar._binding import Binder, check_in_axes, static_positions
 from funcpar._devices import Device, resolve
 from funcpar._frame import Frame
 from funcpar._fused import Fused, gradient_within, specs_of
@@ -197,8 +197,11 @@ class _Mapped:
             reducing = nullcontext() if fused is None or size == 1 else fused.reducing(leaves)
             with recorded() as seen, reducing:
                 out, specs[rank] = tree.flatten(self.fun(*args, **kwargs))
-            known = set(map(id, out if self.takes_local_gradient else seen))
-            gradients.update(k for k, leaf in enumerate(out) if known and id(leaf) in known)
+            if self.takes_local_gradient:
+                gradients.update(range(len(out)))
+            elif seen:
+                local = {id(grad) for grad, leaf in seen if not split.has_rows(leaf, leaves, rank)}
+                gradients.update(k for k, leaf in enumerate(out) if id(leaf) in local)
             return split.marked(leaves, out)
 
         answers = call_shards(frame, [functools.partial(body, rank) for rank in range(size)], split.leaves)

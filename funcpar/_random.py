@@ -49,17 +49,6 @@ class Streams:
 
     Creating it draws nothing. The first shard that draws takes one number from the caller's generator: that
     of the stream current in the thread that created this object, otherwise torch's default one.
-
-    Example:
-        >>> install()
-        >>> _ = torch.manual_seed(0)
-        >>> streams = Streams()
-        >>> with use(streams[0]):
-        ...     first = torch.rand(3)
-        >>> with use(streams[1]):
-        ...     second = torch.rand(3)
-        >>> bool((first == second).any())
-        False
     """
 
     __slots__ = ("_source", "_streams")

@@ -9,6 +9,7 @@ return what it keeps): then the sum is a new tensor.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,42 +36,58 @@ def reduce_share(
         rank: This worker, in ``range(len(rows))``.
         totals: One dict, by leaf, that all workers fill.
     """
-    size = len(rows)
-    into: list[Tensor] = []
-    others: list[list[Tensor]] = [[] for _ in rows[1:]]
-    turn = 0
-    for k, first in enumerate(rows[0]):
-        column = [row[k] for row in rows]
-        if not (reusable[k] and all(_adds_to(first, grad) for grad in column[1:])):
-            if turn % size == rank:
-                totals[k] = add_up(column)
-            turn += 1
-            continue
-        assert first is not None
-        if first.numel() >= _CHUNK and all(g is not None and g.is_contiguous() for g in column):
-            start, stop = (first.numel() * r // size for r in (rank, rank + 1))
-            into.append(first.view(-1)[start:stop])
-            for grads, grad in zip(others, column[1:], strict=True):
-                grads.append(grad.view(-1)[start:stop])  # type: ignore[union-attr]
-            totals[k] = first
-        elif rank == 0:
-            into.append(first)
-            for grads, grad in zip(others, column[1:], strict=True):
-                grads.append(grad)  # type: ignore[arg-type]
-            totals[k] = first
+    first, *others = rows
+    large = [
+        k for k, grad in enumerate(first)
+        if reusable[k] and grad is not None and grad.numel() >= _CHUNK
+        and grad.is_contiguous() and all(_adds_to(grad, row[k], contiguous=True) for row in others)
+    ]  # fmt: skip
+    for k in large:
+        totals[k] = first[k]
+    _add_into([_part(first[k], rank, len(rows)) for k in large],
+              [[_part(row[k], rank, len(rows)) for k in large] for row in others])  # fmt: skip
+    if rank == 0:
+        _reduce_rest(first, others, reusable, set(large), totals)
+
+
+def _reduce_rest(
+    first: Sequence[Gradient],
+    others: Sequence[Sequence[Gradient]],
+    reusable: Sequence[bool],
+    done: set[int],
+    totals: dict[int, Gradient],
+) -> None:
+    """Sum the small leaves, whose sharing out would cost more than they do, and the odd ones."""
+    quick = [
+        k for k, grad in enumerate(first)
+        if reusable[k] and k not in done and all(_adds_to(grad, row[k]) for row in others)
+    ]  # fmt: skip
+    into = [first[k] for k in quick]
+    _add_into(into, [[row[k] for k in quick] for row in others])
+    totals.update(zip(quick, into, strict=True))
+    done.update(quick)
+    for k, grad in enumerate(first):
+        if k not in done:
+            totals[k] = add_up([grad, *(row[k] for row in others)])
+
+
+def _add_into(into: list[Any], others: list[list[Any]]) -> None:
     for grads in others:
         if into:
             torch._foreach_add_(into, grads)
 
 
-def _adds_to(first: Gradient, grad: Gradient) -> bool:
-    return (
-        first is not None
-        and grad is not None
-        and grad.dtype == first.dtype
-        and grad.layout is torch.strided
-        and first.dtype not in _LOW_PRECISION
-    )
+def _part(grad: Gradient, rank: int, size: int) -> Tensor:
+    assert grad is not None
+    start, stop = (grad.numel() * r // size for r in (rank, rank + 1))
+    return grad.view(-1)[start:stop]
+
+
+def _adds_to(first: Gradient, grad: Gradient, contiguous: bool = False) -> bool:
+    """Tell whether a gradient can be added in place, entry by entry, without rounding too often."""
+    if first is None or grad is None or grad.dtype is not first.dtype or first.dtype in _LOW_PRECISION:
+        return False
+    return grad.layout is torch.strided and (not contiguous or grad.is_contiguous())
 
 
 def add_up(column: Sequence[Gradient]) -> Gradient:

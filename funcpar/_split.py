@@ -55,6 +55,8 @@ class Split:
 
     def marked(self, given: Sequence[Any], out: list[Any]) -> list[Any]:
         """Put a mark in the place of every output that is a replicated argument itself."""
+        if not out:
+            return out
         places = {
             id(leaf): k for k, (leaf, axis) in enumerate(zip(given, self.axes, strict=True))
             if axis is None and isinstance(leaf, Tensor)
@@ -64,6 +66,13 @@ class Split:
     def unmarked(self, out: Sequence[Any]) -> list[Any]:
         """Put the caller's own tensors back in the place of marks."""
         return [self.whole[leaf.place] if isinstance(leaf, Passed) else leaf for leaf in out]
+
+    def has_rows(self, tensor: Tensor, given: Sequence[Any], rank: int) -> bool:
+        """Tell whether a tensor in a shard is split, or made of what is, as far as its shape says."""
+        for leaf, axis in zip(given, self.axes, strict=True):
+            if leaf is tensor:
+                return axis is not None
+        return self.rows is not None and tensor.dim() > 0 and tensor.shape[0] == self.rows[rank]
 
     def is_replicated(self, tensor: Tensor) -> bool:
         """Tell whether a tensor is an argument that every shard got whole."""

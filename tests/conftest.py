@@ -8,6 +8,9 @@ import torch
 
 import funcpar as fp
 
+# Idle OpenMP threads of the main thread spin, and take the cores from the shards that are tested.
+torch.set_num_threads(1)
+
 hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, max_examples=60)
 hypothesis.settings.register_profile("thorough", deadline=None, max_examples=2_000)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))

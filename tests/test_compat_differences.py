@@ -1,6 +1,8 @@
 """Where torch.nn.parallel is known to be wrong: every case of a public report, and what is right."""
 
+import re
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from pathlib import Path
 
@@ -209,3 +211,29 @@ def test_a_scalar_loss_does_not_warn():  # DP-17
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert through(lambda x: x.sum(), rand(4, 3)).shape == (4,)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_wrapper_in_a_compiled_graph_runs_as_ever():  # DP-54
+    module, x = mlp(), rand(5, 3)
+    for net in (compat.DataParallel(module), nn.Sequential(compat.DataParallel(module), nn.Tanh())):
+        expected = net(x)
+        out = torch.compile(net, backend="eager")(x)
+        assert_close(out, expected)
+        grads = torch.autograd.grad(out.sum(), list(module.parameters()))
+        assert_close(grads, torch.autograd.grad(expected.sum(), list(module.parameters())))
+
+
+def test_calls_from_many_threads_do_not_mix():
+    wrapper, inputs = compat.DataParallel(mlp()), [rand(5, 3) for _ in range(20)]
+    with ThreadPoolExecutor(4) as pool:
+        outs = list(pool.map(wrapper, inputs, timeout=60))
+    assert_close(outs, [wrapper.module(x) for x in inputs])
+
+
+def test_code_in_the_documentation_runs():
+    text = (Path(compat.__file__).parent.parent / "docs" / "compat.md").read_text()
+    assert text.splitlines()[2].startswith("**0-d outputs stay torch's vector, one entry per replica")
+    blocks = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    assert len(blocks) == 2
+    exec("\n".join(blocks), {})

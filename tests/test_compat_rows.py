@@ -117,3 +117,10 @@ def test_an_object_that_would_lose_a_gradient_is_refused():
         TypeError, match=r"returned a Normal, whose tensor \.loc would lose its gradient\.\nReturn its"
     ):
         compat.DataParallel(module)(rand(4, 3))
+
+
+def test_arrays_of_rows_are_joined_also_where_all_are_equal(devices):
+    x = torch.ones(4, 1)
+    out, numbers = through(lambda x: (x, x.numpy()), x)
+    assert_close(out, x)
+    assert numbers.tolist() == x.tolist()

@@ -248,7 +248,9 @@ def test_shards_of_different_modules_meet_in_parallel_call():
 def test_shards_meet_once_forward_and_once_backward(monkeypatch):
     apply, params, buffers = fp.functionalize_with_buffers(pair(dims=4)[1])
     names, exchange = [], Group.exchange
-    counted = lambda group, rank, call, value: names.append(call.name) or exchange(group, rank, call, value)
+    counted = lambda group, rank, call, *rest, **options: (
+        names.append(call.name) or exchange(group, rank, call, *rest, **options)
+    )
     monkeypatch.setattr(Group, "exchange", counted)
     x = torch.randn(6, 3, 4, 4, dtype=D)
     loss = lambda p, x: apply(p, buffers, x)[0].pow(3).mean()

@@ -1,0 +1,106 @@
+"""The gradient of a function of flat leaves: one backward pass, or torch.func's vjp."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from funcpar import tree
+from funcpar._exchange import complete, keep, recording
+from funcpar._graph import ROOT, Gradient, closed_over
+from funcpar._world import in_dual_level
+
+
+def by_autograd(
+    call: Callable[..., tuple[Tensor, Any]], leaves: list[Tensor], seed: float | None
+) -> tuple[Tensor, Any, list[Gradient]]:
+    outer = torch.is_grad_enabled()
+    dual = in_dual_level()
+    joined = dual or (outer and any(leaf.requires_grad for leaf in leaves))
+    with _recorded_graph(), recording() as tokens:
+        stands = [_stand_in(leaf, joined, dual) for leaf in leaves]
+        value, aux = call(*stands)
+        # What the function passes through is the argument, not its stand-in.
+        passed = {id(stand): leaf for stand, leaf in zip(stands, leaves, strict=True)}
+        aux = tree.map(lambda leaf: passed.get(id(leaf), leaf), aux)
+        joined = joined or (outer and value.requires_grad and bool(closed_over([value], stands)))
+        grads = _backward(value, stands, seed, tokens, joined)
+    if joined:
+        keep(tokens)
+        return value, aux, grads
+    known = set(map(id, leaves))
+    return value.detach(), tree.map(lambda leaf: leaf if id(leaf) in known else _detached(leaf), aux), grads
+
+
+def _backward(
+    value: Tensor, stands: list[Tensor], seed: float | None, tokens: list[Gradient], joined: bool
+) -> list[Gradient]:
+    # What does not count has no gradient: 0 times 0/0 would be NaN.
+    starts = [value] if value.requires_grad and seed != 0.0 else []
+    seeds = [torch.ones_like(value) if seed is None else torch.full_like(value, seed) for value in starts]
+    for token in complete(starts, tokens):
+        starts.append(token)
+        seeds.append(torch.zeros_like(token))
+    if not starts or not stands:
+        return [None] * len(stands)
+    ins = [*stands, ROOT] if tokens else stands
+    grads: list[Gradient] = list(
+        torch.autograd.grad(starts, ins, seeds, create_graph=joined, allow_unused=True)
+    )
+    return grads[: len(stands)]
+
+
+def by_torch_func(
+    call: Callable[..., tuple[Tensor, Any]], leaves: list[Tensor], seed: float | None
+) -> tuple[Tensor, Any, list[Gradient]]:
+    rest: list[Any] = []
+
+    if seed == 0.0:
+        value, aux = call(*leaves)
+        return value, aux, [None] * len(leaves)
+
+    def flat(*stands: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        value, aux = call(*stands)
+        aux_leaves, spec = tree.flatten(aux)
+        tensors = tuple(leaf for leaf in aux_leaves if isinstance(leaf, Tensor))
+        rest[:] = [spec, aux_leaves]
+        return value, tensors
+
+    value, pull, tensors = cast(Any, torch.func.vjp(flat, *leaves, has_aux=True))
+    spec, aux_leaves = rest
+    plain = iter(tensors)
+    aux = tree.unflatten(spec, [next(plain) if isinstance(leaf, Tensor) else leaf for leaf in aux_leaves])
+    start = torch.ones_like(value) if seed is None else torch.full_like(value, seed)
+    return value, aux, list(pull(start))
+
+
+def _stand_in(leaf: Tensor, joined: bool, dual: bool) -> Tensor:
+    """Make a tensor that the function alone sees, so that its gradient is this argument's alone."""
+    if dual or (joined and leaf.requires_grad):
+        stand = leaf.view_as(leaf)
+        return stand if stand.requires_grad else stand.requires_grad_()
+    if leaf.is_inference():
+        leaf = leaf.clone()
+    return leaf.detach().requires_grad_()
+
+
+@contextlib.contextmanager
+def _recorded_graph() -> Iterator[None]:
+    """Record a graph, whatever the caller's mode."""
+    with torch.inference_mode(False), torch.enable_grad():
+        yield
+
+
+def recordable(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor) and leaf.is_inference():
+        with torch.inference_mode(False):
+            return leaf.clone()
+    return leaf
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, Tensor) and leaf.requires_grad else leaf
