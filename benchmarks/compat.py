@@ -22,7 +22,8 @@ class _Block(nn.Module):
     def __init__(self, channels: int, after: int, stride: int) -> None:
         super().__init__()
         self.body = nn.Sequential(
-            nn.Conv2d(channels, after, 3, stride, 1, bias=False), nn.BatchNorm2d(after), nn.ReLU(inplace=True),
+            nn.Conv2d(channels, after, 3, stride, 1, bias=False), nn.BatchNorm2d(after),
+            nn.ReLU(inplace=True),
             nn.Conv2d(after, after, 3, 1, 1, bias=False), nn.BatchNorm2d(after),
         )  # fmt: skip
         self.shortcut = (
@@ -38,7 +39,8 @@ class _Block(nn.Module):
 def resnet18() -> nn.Module:
     """Return a ResNet-18: 11.2 million parameters, 62 tensors of them, and 60 buffers."""
     layers: list[nn.Module] = [
-        nn.Conv2d(3, 64, 7, 2, 3, bias=False), nn.BatchNorm2d(64), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1)
+        nn.Conv2d(3, 64, 7, 2, 3, bias=False), nn.BatchNorm2d(64), nn.ReLU(inplace=True),
+        nn.MaxPool2d(3, 2, 1),
     ]  # fmt: skip
     channels = 64
     for after in (64, 128, 256, 512):

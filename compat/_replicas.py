@@ -93,6 +93,8 @@ def run(
         The outputs, and what was written and is not all kept.
     """
     subjects: dict[int, Subject] = {}
+    bound = [_module_of(fun) for fun in funs]
+    funs = [module for module, _ in bound]
     for rank, fun in enumerate(funs):
         if isinstance(fun, nn.Module):
             if id(fun) not in subjects:
@@ -102,6 +104,7 @@ def run(
 
     def body_of(rank: int) -> Callable[..., list[Tensor]]:
         fun, subject = funs[rank], subjects.get(id(funs[rank]))
+        call_it = invoke or bound[rank][1]
 
         def body(params: Any, buffers: Any, args: Any, kwargs: Any) -> list[Tensor]:
             args, kwargs = _writable(args), _writable(kwargs)
@@ -110,7 +113,7 @@ def run(
                 answers[rank] = _Answer(skeleton, {})
                 return tensors
             keeps_writes = rank == subject.ranks[0]
-            out, new = subject.apply(params, buffers, _watched, invoke or _plain, args, kwargs, keeps_writes)
+            out, new = subject.apply(params, buffers, _watched, call_it, args, kwargs, keeps_writes)
             tensors, skeleton = take_apart(out, call)
             wanted = new if policy == "mean" or rank == subject.ranks[0] else {}
             answers[rank] = _Answer(skeleton, {k: t.detach() for k, t in _changed(buffers, wanted).items()})
@@ -151,8 +154,12 @@ def told(names: Sequence[str], call: str) -> str:
     )
 
 
-def _plain(replica: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    return replica(*args, **kwargs)
+def _module_of(fun: Callable[..., Any]) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return a module for its bound method too, and how its replica is called."""
+    owner, name = getattr(fun, "__self__", None), getattr(fun, "__name__", "")
+    if isinstance(owner, nn.Module) and getattr(owner, name, None) == fun:
+        return owner, lambda replica, args, kwargs: getattr(replica, name)(*args, **kwargs)
+    return fun, lambda replica, args, kwargs: replica(*args, **kwargs)
 
 
 def _watched(
@@ -169,10 +176,17 @@ def _watched(
 
 
 def _writable(tree: Any) -> Any:
-    """Replace what requires a gradient: a replica may write in place to what is no leaf for the caller."""
+    """Copy what autograd would not let a replica write to in place, as a plain module may.
+
+    That is a stand-in for what requires a gradient, and a piece whose versions count for all pieces.
+    """
     if not torch.is_grad_enabled():
         return tree
-    return rebuilt(tree, lambda x: x.clone() if isinstance(x, Tensor) and x.requires_grad else x)
+    return rebuilt(tree, _own)
+
+
+def _own(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, Tensor) and (leaf.requires_grad or leaf._is_view()) else leaf
 
 
 def _changed(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> dict[str, Tensor]:

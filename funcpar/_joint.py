@@ -73,10 +73,8 @@ class _Sources:
 
 def call_shards(frame: Frame, bodies: Sequence[Leafwise], inputs: Sequence[list[Any]]) -> list[list[Any]]:
     """Run ``bodies[i](inputs[i])`` as shard i: lists of leaves to lists of leaves, differentiable."""
-    # One shard is plain code, but with a name its axis must be bound in backward too: a checkpoint
-    # in the function runs collectives again there.
-    plain = len(bodies) == 1 and frame.axis is None
-    if plain or not torch.is_grad_enabled() or is_transformed():
+    nested = len(bodies) == 1 and current() is not None  # Part of the graph of the shard around it.
+    if nested or not torch.is_grad_enabled() or is_transformed():
         return frame.run([partial(body, leaves) for body, leaves in zip(bodies, inputs, strict=True)])
     return _call_joined(frame, bodies, inputs, _Sources(), [None] * len(bodies))
 
@@ -109,7 +107,7 @@ def _call_joined(
         return [answer for answer, _ in answers]
     joined = iter(apply(_Joint, _Graphs(frame, pieces, sources), *sources.tensors))
     merged = [[next(joined) if _needs_gradient(leaf) else leaf for leaf in answer] for answer, _ in answers]
-    if len({len(answer) for answer in merged}) == 1:
+    if len(merged) > 1 and len({len(answer) for answer in merged}) == 1:
         # What all shards return as it is, a closed-over parameter say, stays that one object.
         for k, column in enumerate(zip(*(answer for answer, _ in answers), strict=True)):
             if all(leaf is column[0] for leaf in column):

@@ -44,9 +44,10 @@ def _exit_shared() -> None:
             forward_ad.exit_dual_level()  # type: ignore[no-untyped-call]
 
 
-def is_shared() -> bool:
-    """Tell whether the innermost dual level is the one that jvps share."""
-    return _users > 0
+def num_user_levels() -> int:
+    """Return how many dual levels are open beside the one that jvps share."""
+    with _lock:
+        return int(forward_ad._current_level) + 1 - (_users > 0)
 
 
 def install() -> None:

@@ -8,7 +8,7 @@ derivatives of collectives are collectives, to any order.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Self, TypeAlias
 
 import torch
@@ -17,6 +17,15 @@ from torch import Tensor
 from funcpar._reduce import add_up
 
 Groups: TypeAlias = tuple[tuple[int, ...], ...]
+
+# What users know an option as, where it has another name here.
+_SHOWN = {
+    "groups": "axis_index_groups",
+    "dim": "axis",
+    "split": "split_axis",
+    "concat": "concat_axis",
+    "pairs": "perm",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +37,16 @@ class Map:
     """
 
     lead: int = 0
+
+    def __str__(self) -> str:
+        """Show the options, as the end of an argument list."""
+        everyone = (tuple(range(self.num_ranks())),)
+        options = [(field.name, getattr(self, field.name)) for field in fields(self) if field.name != "lead"]
+        return "".join(f", {_SHOWN.get(name, name)}={value}" for name, value in options if value != everyone)
+
+    def num_ranks(self) -> int:
+        """Return how many ranks the options name."""
+        return 0
 
     def output(self, rank: int, column: Sequence[Tensor]) -> Tensor:
         """Return what shard ``rank`` gets."""
@@ -50,6 +69,9 @@ class Grouped(Map):
     """A map within groups of shards."""
 
     groups: Groups = ()
+
+    def num_ranks(self) -> int:
+        return sum(map(len, self.groups))
 
     def group(self, rank: int) -> tuple[int, ...]:
         """Return the ranks that exchange with ``rank``, in order."""

@@ -25,7 +25,8 @@ class Signature:
         more = len(self.leaves) - 4
         shown = ", ".join(f"{str(dtype)[6:]}{list(shape)}" for dtype, shape in self.leaves[:4])
         shown += f", and {more} more" if more > 0 else ""
-        return f"{shown}; {self.options}; {self.structure}"
+        structure = str(self.structure)
+        return f"{shown}{self.options}" + (f"; structure {structure}" if structure != "*" else "")
 
 
 @dataclass(frozen=True, slots=True)

@@ -98,6 +98,12 @@ class Pool:
         deadline = time.monotonic() + timeout
         for worker in workers:
             worker.thread.join(max(0.0, deadline - time.monotonic()))
+            # Joined is not gone: a thread that autograd failed in has objects to destroy, which
+            # takes the GIL, and aborts the process once the interpreter is being taken down.
+            while (
+                os.path.exists(f"/proc/self/task/{worker.thread.native_id}") and time.monotonic() < deadline
+            ):
+                time.sleep(0.0005)
 
 
 _pool = Pool()

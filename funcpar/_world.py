@@ -101,7 +101,7 @@ def in_torch_func() -> bool:
 
 def in_dual_level() -> bool:
     """Tell whether the user entered a level of ``torch.autograd.forward_ad``."""
-    return int(forward_ad._current_level) >= (1 if _jvp.is_shared() else 0)
+    return forward_ad._current_level >= 0 and _jvp.num_user_levels() > 0
 
 
 def is_transformed() -> bool:

@@ -181,6 +181,23 @@ def test_inputs_may_be_written_to_in_place_as_with_the_plain_module(devices):
     assert_close(grad, first[0].weight.grad)
 
 
+def test_inputs_without_a_gradient_may_be_written_to_in_place_too(devices):
+    class Scaling(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale, self.table = nn.Parameter(rand(3)), nn.Embedding(5, 3).double()
+
+        def forward(self, x, index):
+            x.mul_(self.scale)
+            return x * self.table(index.clamp_(max=2))
+
+    module, plain = pair(Scaling)
+    x, index = rand(9, 3), torch.randint(5, (9,))
+    compat.DataParallel(module)(x.clone(), index.clone()).sum().backward()
+    plain(x.clone(), index).sum().backward()
+    assert_same_gradients(module, plain)
+
+
 def test_masks_repeat_with_the_seed_and_differ_between_replicas():  # DP-70
     wrapper, x = compat.DataParallel(nn.Dropout()), torch.ones(8, 50)
     torch.manual_seed(3)
@@ -204,6 +221,7 @@ def test_no_module_of_compat_uses_a_private_name_of_funcpar():
     for source in sources:
         text = source.read_text()
         assert "funcpar." not in text.replace("funcpar.readthedocs", ""), source.name
+        assert "from funcpar" not in text, source.name
         assert "fp._" not in text, source.name
 
 

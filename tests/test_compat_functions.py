@@ -6,6 +6,8 @@ from collections import OrderedDict, defaultdict
 import pytest
 import torch
 from compat_models import Calling, Named, Point, Result, assert_close, ids, mlp, rand
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 from torch.nn.utils.rnn import pack_sequence, unpack_sequence
 
@@ -23,6 +25,31 @@ def test_scatter_cuts_balanced_pieces_in_order_and_gather_joins_them(devices, ro
     assert max(sizes) - min(sizes) <= 1
     assert sizes == sorted(sizes, reverse=True)
     assert torch.equal(compat.gather(pieces, "cpu"), x)
+
+
+@given(
+    st.recursive(
+        st.sampled_from(["tensor", "0-d", "a", None, 3]),
+        lambda below: st.lists(below, max_size=3) | st.dictionaries(st.sampled_from("abc"), below, max_size=3)
+        | st.tuples(below, below),
+        max_leaves=8,
+    ),
+    st.integers(0, 9), st.integers(1, 4), st.integers(0, 1),
+)  # fmt: skip
+def test_what_is_scattered_is_gathered_again(shape, rows, count, dim):
+    sizes = (2, rows) if dim else (rows, 2)
+    tree = fp.tree.map(lambda leaf: rand(*sizes) if leaf == "tensor" else leaf, [torch.zeros(sizes), shape])
+    tree = fp.tree.map(lambda leaf: rand(1)[0] if isinstance(leaf, str) and leaf == "0-d" else leaf, tree)
+    pieces = compat.scatter(tree, range(count), dim)
+    assert len(pieces) == max(1, min(rows, count))
+    taken = [[leaf.shape[dim] for leaf in fp.tree.leaves(p) if isinstance(leaf, torch.Tensor) and leaf.dim()]
+             for p in pieces]  # fmt: skip
+    assert all(len(set(each)) == 1 for each in taken)
+    tensors = [
+        [leaf for leaf in fp.tree.leaves(p) if isinstance(leaf, torch.Tensor) and leaf.dim()] for p in pieces
+    ]
+    whole = [leaf for leaf in fp.tree.leaves(tree) if isinstance(leaf, torch.Tensor) and leaf.dim()]
+    assert_close(compat.gather(tensors, "cpu", dim), whole)
 
 
 def test_scatter_returns_torchs_kinds_of_lists():
@@ -258,3 +285,20 @@ def test_inputs_and_modules_of_the_wrong_kind_are_refused_with_the_right_call():
     with pytest.raises(TypeError, match=message):
         compat.parallel_apply(nn.CrossEntropyLoss(), outputs, targets)
     assert len(compat.parallel_apply(nn.CrossEntropyLoss(), list(zip(outputs, targets, strict=True)))) == 2
+
+
+def test_a_method_of_a_module_runs_on_replicas_as_the_module_does():
+    class Coder(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.BatchNorm1d(3).double()
+
+        def encode(self, x):
+            return self.norm(x)
+
+    module = Coder()
+    pieces = compat.scatter(rand(8, 3), [0, 1])
+    outs = compat.parallel_apply(module.encode, pieces, devices=[0, 1])
+    assert_close(module.norm.running_mean, 0.1 * pieces[0].mean(0))
+    torch.cat(outs).square().sum().backward()
+    assert module.norm.weight.grad is not None
