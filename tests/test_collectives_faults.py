@@ -93,7 +93,7 @@ MISMATCHES: dict[str, tuple[Body, str]] = {
     "keys": (lambda r, x: fp.psum({"ab"[r == 0]: x}), r"\{'b': \*\}.*\n.*\{'a': \*\}"),
     "None": (lambda r, x: fp.psum([x, None if r else x]), r"\[\*, \*\].*\n.*\[\*, None\]"),
     "number of leaves": (lambda r, x: fp.psum([x] * (1 + r)), r"shard \d called.*\n.*shard \d called"),
-    "axis option": (lambda r, x: fp.all_gather(x, axis=r % 2), r"all_gather.*dim=\d.*\n.*dim=\d"),
+    "axis option": (lambda r, x: fp.all_gather(x, axis=r % 2), r"all_gather.*axis=\d.*\n.*axis=\d"),
     "tiled": (lambda r, x: fp.all_gather(x, tiled=r == 2), r"tiled=False.*\n.*tiled=True"),
     "perm": (lambda r, x: fp.ppermute(x, perm=[(0, 1 + r % 2)]), r"ppermute.*\(0, \d\).*\n.*\(0, \d\)"),
     "source": (lambda r, x: fp.pbroadcast(x, source=r), r"source=\d.*\n.*source=\d"),
