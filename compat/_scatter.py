@@ -81,7 +81,8 @@ def scatter_kwargs(
         ValueError: Tensors disagree on the size, or a device is not there.
 
     Example:
-        >>> import compat, torch
+        >>> import compat, torch, funcpar as fp
+        >>> fp.set_cpu_devices(3)
         >>> compat.scatter_kwargs((torch.arange(2),), {"scale": 3}, [0, 1, 2])
         (((tensor([0]),), (tensor([1]),)), ({'scale': 3}, {'scale': 3}))
     """

@@ -46,7 +46,10 @@ def closed_over(outs: Sequence[Tensor], ins: Sequence[Tensor]) -> list[Tensor]:
 
 def owned(grads: Sequence[Gradient]) -> list[bool]:
     """Tell for each gradient of a list whether only that list can see its memory."""
-    return [grad is not None and _is_plain(grad) and _owners(grad) in _ALONE for grad in grads]
+    # What is counted for tensors that only a list knows, one with its own memory and one a view;
+    # counted here, since whatever evaluates frames (torch.compile does) may add references.
+    alone = [_owners(tensor) for tensor in [torch.empty(1, 1), torch.empty(1, 1).t()]]
+    return [grad is not None and _is_plain(grad) and _owners(grad) in alone for grad in grads]
 
 
 def own_all(grads: list[Gradient]) -> list[Gradient]:
@@ -115,7 +118,3 @@ def holds_tensors(leaf: Any) -> bool:
     if isinstance(leaf, list | tuple | set | frozenset):
         return any(isinstance(item, Tensor) or holds_tensors(item) for item in leaf)
     return False
-
-
-# What is counted for tensors that nothing but a list knows: one with its own memory, one a view.
-_ALONE = {tuple(_owners(tensor)) for tensor in [torch.zeros(1, 1), torch.zeros(1, 1).t()]}

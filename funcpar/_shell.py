@@ -142,7 +142,7 @@ class _Builder:
         object.__setattr__(shell, "__dict__", own)
         own["_parameters"] = self._parameters(params, prefix) if (params := entries["_parameters"]) else {}
         # Batch norm's kernel and writes to `.data` change values and leave the version alone.
-        exact = entries["training"]
+        exact = module.training  # A compiled module has it in the one that it wraps.
         own["_buffers"] = self._buffers(buffers, prefix, exact) if (buffers := entries["_buffers"]) else {}
         own["_non_persistent_buffers_set"] = set(entries["_non_persistent_buffers_set"])
         self._hooks(own, prefix)

@@ -13,6 +13,7 @@ from torch import Tensor
 from funcpar import tree
 from funcpar._devices import Device
 from funcpar._staging import Shards
+from funcpar._world import is_transformed
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +111,9 @@ def cut(leaves: list[Any], axes: list[int | None], sizes: list[int]) -> list[lis
 def _rows(leaf: Tensor, axis: int, start: int, size: int) -> Tensor:
     if leaf.is_sparse:
         return leaf.index_select(axis, torch.arange(start, start + size, device=leaf.device))
-    return leaf.narrow(axis, start, size)
+    rows = leaf.narrow(axis, start, size)
+    # No view: a function may write into its rows, and make them depend on what needs a gradient.
+    return rows if is_transformed() else rows.detach()
 
 
 def _number(call: str, value: Tensor) -> Any:

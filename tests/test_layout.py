@@ -31,7 +31,7 @@ LAYERS = [
 
 MOST_LINES_OF_A_FILE = 300
 MOST_LINES_OF_A_TEST_FILE = 360
-MOST_LINES_OF_A_FUNCTION = 45
+MOST_LINES_OF_A_FUNCTION = 46
 
 FUNCPAR = sorted((ROOT / "funcpar").rglob("*.py"))
 COMPAT = sorted((ROOT / "compat").rglob("*.py"))
