@@ -46,6 +46,8 @@ def closed_over(outs: Sequence[Tensor], ins: Sequence[Tensor]) -> list[Tensor]:
 
 def owned(grads: Sequence[Gradient]) -> list[bool]:
     """Tell for each gradient of a list whether only that list can see its memory."""
+    if torch._C._functorch.peek_interpreter_stack() is not None:  # What is made here may be wrapped.
+        return [False] * len(grads)
     # What is counted for tensors that only a list knows, one with its own memory and one a view;
     # counted here, since whatever evaluates frames (torch.compile does) may add references.
     alone = [_owners(tensor) for tensor in [torch.empty(1, 1), torch.empty(1, 1).t()]]
