@@ -35,4 +35,6 @@ from funcpar._permutations import pbroadcast as pbroadcast
 from funcpar._permutations import ppermute as ppermute
 from funcpar._permutations import pshuffle as pshuffle
 from funcpar._pmap import pmap as pmap
+from funcpar._prefetch import prefetch as prefetch
+from funcpar._prefetch import stage as stage
 from funcpar._staging import Shards as Shards

@@ -19,7 +19,7 @@ LAYERS = [
     name
     for layer in (
         "_errors _devices _nodes _prefix tree _pages _graph _equality _closure _reduce _staging",
-        "_jvp _world _random _workers",
+        "_jvp _world _random _workers _prefetch",
         "_references _rebind _shell _isolation _functional",
         "_group _maps _request _exchange _differentiate _grad",
         "_operand _collectives _gathers _permutations _batchnorm",

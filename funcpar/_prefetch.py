@@ -1,0 +1,151 @@
+"""Batches made ahead of time, while the step before runs."""
+
+from __future__ import annotations
+
+import contextvars
+import queue
+import threading
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from funcpar import _random, tree
+from funcpar._devices import resolve
+from funcpar._world import World
+
+
+def stage(tree_of_params: Any, devices: Any = None) -> Any:
+    """Place a tree on every device ahead of time.
+
+    On virtual CPU devices, which share memory, nothing is ever copied: the tree that comes back holds
+    the same tensors.
+
+    Args:
+        tree_of_params: Any tree; leaves that are no tensors stay as they are.
+        devices: Where to; see :func:`pmap`.
+
+    Returns:
+        A tree of the same structure, shapes and dtypes.
+
+    Raises:
+        ValueError: A device is not there.
+
+    Example:
+        >>> import torch, funcpar as fp
+        >>> fp.stage({"w": torch.ones(2)})
+        {'w': tensor([1., 1.])}
+
+    References:
+        ``flax.jax_utils.replicate``, which adds a leading axis; here shapes stay as they are.
+    """
+    resolve(devices, "stage")
+    leaves, spec = tree.flatten(tree_of_params)
+    return tree.unflatten(spec, leaves)
+
+
+def prefetch(iterable: Iterable[Any], size: int = 2, devices: Any = None) -> Iterator[Any]:
+    """Make the next batches in the background while the current one is used.
+
+    Order is kept, and an exception of the iterable comes where its batch would have come. The first
+    batch is made by the caller, so that a loader that shuffles shuffles as it would without this; a
+    loader that draws random numbers later draws them from a stream of its own. The background thread
+    ends with the iteration, also where that is left early.
+
+    Args:
+        iterable: Batches: a DataLoader, say.
+        size: How many batches are kept ready at most, at least 1.
+        devices: Where the batches will be used; see :func:`pmap`. Virtual CPU devices share memory.
+
+    Returns:
+        An iterator over the same batches.
+
+    Raises:
+        ValueError: ``size`` is less than 1, or a device is not there.
+        TypeError: ``size`` is not an integer.
+
+    Example:
+        >>> import funcpar as fp
+        >>> list(fp.prefetch(range(4)))
+        [0, 1, 2, 3]
+
+    References:
+        ``flax.jax_utils.prefetch_to_device``.
+    """
+    if isinstance(size, bool) or not isinstance(size, int):
+        raise TypeError(f"prefetch: size={size!r} is not an integer.\nGive how many batches to keep ready.")
+    if size < 1:
+        raise ValueError(f"prefetch: size={size} keeps no batch ready.\nGive 1 or more.")
+    resolve(devices, "prefetch")
+    return _batches(iter(iterable), size)
+
+
+def _batches(iterator: Iterator[Any], size: int) -> Iterator[Any]:
+    try:
+        batch = next(iterator)
+    except StopIteration:
+        return
+    with _Background(iterator, size) as background:
+        yield batch
+        del batch
+        yield from background.batches()
+
+
+class _Background:
+    """A thread that runs an iterator ahead, for a ``with`` block."""
+
+    def __init__(self, iterator: Iterator[Any], size: int) -> None:
+        self._iterator = iterator
+        # One more is being made while `size` of them are ready or in use.
+        self._ready: queue.Queue[tuple[str, Any]] = queue.Queue(maxsize=size)
+        self._stopped = threading.Event()
+        self._world = World()
+        self._stream = _random.Streams()[0]
+        context = contextvars.copy_context()
+        self._thread = threading.Thread(
+            target=context.run, args=(self._run,), name="funcpar-prefetch", daemon=True
+        )
+
+    def __enter__(self) -> _Background:
+        _random.install()
+        _ = self._stream.generator  # Seeded now: later the caller may be drawing at the same time.
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stopped.set()
+        self._thread.join(timeout=60)
+
+    def batches(self) -> Iterator[Any]:
+        """Yield what the thread makes."""
+        while True:
+            kind, value = self._ready.get()
+            if kind == "batch":
+                yield value
+            elif kind == "error":
+                raise value
+            else:
+                return
+            del value
+
+    def _run(self) -> None:
+        before, outer = self._world.enter(), _random.enter(self._stream)
+        try:
+            for batch in self._iterator:
+                if not self._put("batch", batch):
+                    return
+                del batch
+            self._put("end", None)
+        except BaseException as error:
+            self._put("error", error)
+        finally:
+            _random.leave(outer)
+            self._world.leave(before)
+
+    def _put(self, kind: str, value: Any) -> bool:
+        """Hand something over; False if nobody wants it any more."""
+        while not self._stopped.is_set():
+            try:
+                self._ready.put((kind, value), timeout=0.05)
+                return True
+            except queue.Full:
+                continue
+        return False
