@@ -52,23 +52,30 @@ def resnet18() -> nn.Module:
 RESNET18 = Model("resnet18", "ResNet-18, 3x64x64, batch 32, norms in eval", 32, (3, 64, 64), resnet18)
 
 
-def measure_compat(devices: int, effort: Effort, on_turn: Callable[[str], object]) -> dict[str, Any]:
-    """Return the seconds of a step by DataParallel and by pmap, the ratios, and the load by others."""
+def measure_compat(
+    devices: int, effort: Effort, on_turn: Callable[[str], object]
+) -> tuple[dict[str, Any], float]:
+    """Return the seconds of a step by DataParallel and by pmap with their ratios, and the load by others."""
     fp.set_cpu_devices(devices, threads_per_device=1)
-    runs = {"compat": timed(_compat_step(RESNET18)), "pmap": timed(_pmap_step(RESNET18))}
+    runs = {"compat": timed(compat_step(RESNET18)), "pmap": timed(pmap_step(RESNET18))}
     rounds = take_turns(runs, effort, on_turn)
-    return {
+    record = {
         "model": RESNET18.title,
         "devices": devices,
         "compat_s": statistics.median(rounds.seconds["compat"]),
         "pmap_s": statistics.median(rounds.seconds["pmap"]),
         "ratio": ratio(rounds.seconds["compat"], rounds.seconds["pmap"]),
         "ratio_of_work": ratio(rounds.work["compat"], rounds.work["pmap"]),
-        "load_of_others": statistics.median(rounds.loads),
     }
+    return record, statistics.median(rounds.loads)
 
 
-def _compat_step(model: Model) -> Callable[[], Tensor]:
+def num_turns(effort: Effort) -> int:
+    """Return how many turns ``measure_compat`` takes at most."""
+    return effort.most_rounds * 2
+
+
+def compat_step(model: Model) -> Callable[[], Tensor]:
     wrapper = compat.DataParallel(model.module().eval())
     params = list(wrapper.parameters())
     inputs, labels = model.batch(model.rows)
@@ -84,7 +91,7 @@ def _compat_step(model: Model) -> Callable[[], Tensor]:
     return step
 
 
-def _pmap_step(model: Model) -> Callable[[], Tensor]:
+def pmap_step(model: Model) -> Callable[[], Tensor]:
     apply, params = fp.functionalize(model.module().eval())
     inputs, labels = model.batch(model.rows)
     gradient = fp.pmap(fp.value_and_grad(lambda params, x, y: loss_of(apply(params, x), y)))

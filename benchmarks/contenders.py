@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 import funcpar as fp
-from benchmarks.measure import Run, num_threads, timed
+from benchmarks.measure import Cost, Run, timed
 from benchmarks.models import MODELS, Model, loss_of
 
 Step: TypeAlias = Callable[[], Tensor]
@@ -71,25 +71,13 @@ def update(params: Any, grads: Any) -> None:
 @contextlib.contextmanager
 def eager(model: Model, num_devices: int) -> Iterator[Run]:
     """Plain autograd, the whole batch, as many intra-op threads as there are devices."""
-    run = timed(eager_step(model, model.rows))
-
-    def with_threads(count: int) -> list[tuple[float, float]]:
-        with num_threads(num_devices):
-            return run(count)
-
-    yield with_threads
+    yield timed(eager_step(model, model.rows), threads=num_devices)
 
 
 @contextlib.contextmanager
 def ideal(model: Model, num_devices: int) -> Iterator[Run]:
     """Plain autograd, one shard's rows, one thread, nothing else on the machine."""
-    run = timed(eager_step(model, _shard_rows(model, num_devices)))
-
-    def with_threads(count: int) -> list[tuple[float, float]]:
-        with num_threads(1):
-            return run(count)
-
-    yield with_threads
+    yield timed(eager_step(model, _shard_rows(model, num_devices)), threads=1)
 
 
 @contextlib.contextmanager
@@ -106,12 +94,16 @@ def busy_ideal(model: Model, num_devices: int) -> Iterator[Run]:
             processes[-1].start()
             pipes.append(pipe)
 
-        def run(count: int) -> list[tuple[float, float]]:
+        def run(count: int) -> list[Cost]:
             for pipe in pipes:
                 pipe.send(count)
             found = [_receive(pipe) for pipe in pipes]
             return [
-                (statistics.fmean(seconds for seconds, _ in step), sum(work for _, work in step))
+                Cost(
+                    statistics.fmean(each.seconds for each in step),
+                    sum(each.work for each in step),
+                    sum(each.faults for each in step),
+                )
                 for step in zip(*found, strict=True)
             ]
 
@@ -133,10 +125,10 @@ def _serve_ideal(pipe: Connection, barrier: Barrier, name: str, rows: int) -> No
             pipe.send(run(count))
 
 
-def _receive(pipe: Connection) -> list[tuple[float, float]]:
+def _receive(pipe: Connection) -> list[Cost]:
     if not pipe.poll(LIMIT_S):
         raise TimeoutError(f"a process of the busy ideal did not answer within {LIMIT_S} seconds")
-    found: list[tuple[float, float]] = pipe.recv()
+    found: list[Cost] = pipe.recv()
     return found
 
 

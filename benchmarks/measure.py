@@ -5,18 +5,33 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import resource
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-# Runs that many steps, after one that does not count, and returns for each the seconds that passed
-# and the processor seconds of all threads.
-Run: TypeAlias = Callable[[int], list[tuple[float, float]]]
+
+class Cost(NamedTuple):
+    """What one step took.
+
+    Attributes:
+        seconds: Seconds that passed.
+        work: Processor seconds of all threads.
+        faults: Page faults of the process: pages touched for the first time since it got them.
+    """
+
+    seconds: float
+    work: float
+    faults: float
+
+
+# Runs that many steps, after one that does not count, and returns what each took.
+Run: TypeAlias = Callable[[int], list[Cost]]
 
 MAX_STEPS = 2_000
 # A round is quiet if others used no more than this share of the machine.
@@ -47,26 +62,34 @@ class Rounds:
         loads: For each round the share of the machine that other processes used meanwhile.
         seconds: For each contender one number per round: the median seconds of a step in its turn.
         work: The same of processor seconds, which others on the machine disturb less.
+        faults: The same of page faults.
     """
 
     loads: list[float]
     seconds: dict[str, list[float]]
     work: dict[str, list[float]]
+    faults: dict[str, list[float]]
 
 
-def timed(step: Callable[[], Any]) -> Run:
-    """Make a run of a step that is over when it returns."""
+def timed(step: Callable[[], Any], threads: int | None = None) -> Run:
+    """Make a run of a step that is over when it returns, with so many intra-op threads."""
 
-    def run(count: int) -> list[tuple[float, float]]:
-        step()
-        found = []
-        for _ in range(count):
-            work, start = time.process_time(), time.perf_counter()
+    def run(count: int) -> list[Cost]:
+        with num_threads(threads) if threads else contextlib.nullcontext():
             step()
-            found.append((time.perf_counter() - start, time.process_time() - work))
-        return found
+            return [_cost(step) for _ in range(count)]
 
     return run
+
+
+def _cost(step: Callable[[], Any]) -> Cost:
+    faults, work, start = _faults(), time.process_time(), time.perf_counter()
+    step()
+    return Cost(time.perf_counter() - start, time.process_time() - work, _faults() - faults)
+
+
+def _faults() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
 @contextlib.contextmanager
@@ -90,22 +113,23 @@ def take_turns(runs: Mapping[str, Run], effort: Effort, on_turn: Callable[[str],
     counts = {}
     for name in names:
         runs[name](1)  # First calls start threads and fill caches.
-        counts[name] = min(MAX_STEPS, max(1, int(effort.seconds / runs[name](1)[0][0])))
-    found: list[tuple[float, dict[str, tuple[float, float]]]] = []
+        counts[name] = min(MAX_STEPS, max(1, int(effort.seconds / runs[name](1)[0].seconds)))
+    found: list[tuple[float, dict[str, Cost]]] = []
     while sum(load <= QUIET for load, _ in found) < effort.rounds and len(found) < effort.most_rounds:
         load = Load()
         first = len(found) % len(names)
         turns = {}
         for name in names[first:] + names[:first]:
             on_turn(name)
-            seconds, work = zip(*runs[name](counts[name]), strict=True)
-            turns[name] = statistics.median(seconds), statistics.median(work)
+            steps = runs[name](counts[name])
+            turns[name] = Cost(*(statistics.median(column) for column in zip(*steps, strict=True)))
         found.append((load.of_others(), turns))
     kept = sorted(found, key=lambda each: each[0])[: effort.rounds]
     return Rounds(
         [load for load, _ in kept],
-        {name: [turns[name][0] for _, turns in kept] for name in names},
-        {name: [turns[name][1] for _, turns in kept] for name in names},
+        {name: [turns[name].seconds for _, turns in kept] for name in names},
+        {name: [turns[name].work for _, turns in kept] for name in names},
+        {name: [turns[name].faults for _, turns in kept] for name in names},
     )
 
 

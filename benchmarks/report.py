@@ -49,6 +49,8 @@ def summarize_steps(rounds: Rounds, num_devices: int) -> dict[str, dict[str, flo
             "over_busy_ideal": ratio(times, found[BUSY_IDEAL]),
             "speedup_over_eager": ratio(found[EAGER], times),
             "work_over_ideal": ratio(rounds.work[name], rounds.work[IDEAL]) / num_devices,
+            "work_ms": 1e3 * statistics.median(rounds.work[name]),
+            "page_faults": statistics.median(rounds.faults[name]),
         }
     return summary
 
@@ -63,10 +65,19 @@ def step_table(model: Model, summary: dict[str, dict[str, float]], devices: int,
             f"{each['over_busy_ideal']:.2f}",
             f"{each['speedup_over_eager']:.2f}",
             f"{each['work_over_ideal']:.2f}",
+            f"{each['page_faults']:.0f}",
         )
         for name, each in summary.items()
     ]
-    head = ("training step", "ms", "over ideal", "over busy ideal", "speedup", "work over ideal")
+    head = (
+        "training step",
+        "ms",
+        "over ideal",
+        "over busy ideal",
+        "speedup",
+        "work over ideal",
+        "page faults",
+    )
     title = f"{model.title}; {devices} devices; others used {load:.0%} of the machine"
     return f"{title}\n\n{_table(head, rows)}"
 
@@ -82,12 +93,39 @@ def call_table(records: Sequence[dict[str, Any]], load: float) -> str:
             f"{each['pmap_us']:.1f}",
             f"{each['own_us']:.1f}",
             f"{each['own_us_per_further_leaf']:.2f}",
+            f"{each['over_plain']:.3g}" if each["function"] == "gradient" else "",
+            f"{each['over_pool']:.2f}",
         )
         for each in records
     ]
-    head = ("function", "leaves", "devices", "plain us", "pmap us", "own us", "own us per further leaf")
+    head = (
+        "function", "leaves", "devices", "plain us", "pmap us", "own us", "own us per further leaf",
+        "over plain", "over thread pool",
+    )  # fmt: skip
     title = f"a call of a function that does next to nothing; others used {load:.0%} of the machine"
     return f"{title}\n\n{_table(head, rows)}"
+
+
+def collective_table(record: dict[str, Any], load: float) -> str:
+    """Return the table of what a sum over shards costs."""
+    small, large = f"{record['small_leaves']} small leaves", f"{record['large_bytes'] >> 20} MB"
+    over_out, over_new = record["large_over_add_with_out"], record["large_over_add"]
+    rows = [
+        (small, f"{record['small_own_us']:.0f}", f"{record['small_own_over_call']:.2f}", "", ""),
+        (large, f"{1e3 * record['large_ms']:.0f}", "", f"{over_out:.2f}", f"{over_new:.2f}"),
+    ]
+    head = ("psum of", "us", "own over call", "over torch.add(out=)", "over torch.add")
+    title = f"psum on {record['devices']} devices; others used {load:.0%} of the machine"
+    return f"{title}\n\n{_table(head, rows)}"
+
+
+def compat_table(record: dict[str, Any], load: float) -> str:
+    """Return the table of what the wrapper costs over pmap."""
+    rows = [(f"{record['model']}", f"{record['ratio']:.3f}", f"{record['ratio_of_work']:.3f}")]
+    title = (
+        f"compat.DataParallel over pmap; {record['devices']} devices; others used {load:.0%} of the machine"
+    )
+    return f"{title}\n\n{_table(('training step', 'seconds', 'work'), rows)}"
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

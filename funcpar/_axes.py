@@ -198,7 +198,12 @@ class InAxes:
                 f"{self.call}: an argument is kept in shards, {first}, and others have {rows} rows.\n"
                 f"Give both the same rows, or pass its .gather()."
             )
-        return first.devices, [1 if n is None else n for n in sizes]
+        if len(known) < len(sizes):
+            raise ValueError(
+                f"{self.call}: an argument is kept in shards, {first}, and it does not say how many rows "
+                f"each stands for.\nMake it with Shards(parts, devices, rows), or with pmap."
+            )
+        return first.devices, known
 
     def _nothing_mapped(self, arguments: list[Argument]) -> str:
         shown = ", ".join(argument.root for argument in arguments) or "no arguments"

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from funcpar import tree
+from funcpar._fused import is_pmapped
 
 # How far a leaf may be off, in units of its dtype's rounding, relative to its largest entry.
 _ROUNDINGS = 1e4
@@ -50,11 +51,11 @@ def check(mapped: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         JAX has no such function; ``torch.autograd.gradcheck`` is the model.
     """
     plain = getattr(mapped, "__wrapped__", None)
-    if plain is None or not hasattr(mapped, "__funcpar_call__"):
+    if plain is None or not is_pmapped(mapped):
         raise TypeError(
             f"check: {mapped!r} is not a pmapped function.\nGive what fp.pmap returned, and its arguments."
         )
-    call = f"check({mapped.__funcpar_call__})"
+    call = f"check({vars(mapped)['__funcpar__'][0]})"
     state = torch.get_rng_state()
     found = mapped(*args, **kwargs)
     torch.set_rng_state(state)
@@ -90,6 +91,8 @@ def _difference(found: Any, plain: Any) -> str:
         return f"{wrong} of {plain.numel()} entries differ" if wrong else ""
     wide = torch.complex128 if plain.is_complex() else torch.float64
     finite = plain.isfinite()
+    if not torch.equal(plain[~finite].nan_to_num(nan=0.5), found[~finite].nan_to_num(nan=0.5)):
+        return "NaN or infinity in different places"
     if not torch.equal(finite, found.isfinite()):
         return "NaN or infinity in different places"
     off, largest = (

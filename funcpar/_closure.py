@@ -64,8 +64,11 @@ def _within_function(fun: types.FunctionType) -> Iterator[Any]:
     yield from (fun.__defaults__, fun.__kwdefaults__, fun.__dict__)
     for code in _codes(fun.__code__):
         for name in code.co_names:
-            if name in fun.__globals__:
-                yield fun.__globals__[name]
+            value = fun.__globals__.get(name)
+            if isinstance(value, types.ModuleType):
+                yield from (vars(value)[other] for other in code.co_names if other in vars(value))
+            elif value is not None:
+                yield value
 
 
 def _codes(code: types.CodeType) -> Iterator[types.CodeType]:

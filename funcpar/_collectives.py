@@ -50,7 +50,7 @@ def psum(x: Any, axis_name: Hashable = None, *, axis_index_groups: IndexGroups =
             "psum",
             x,
             axis,
-            lambda s: Sum(0, as_groups("psum", axis_index_groups, s.group.size)),
+            lambda s: Sum(as_groups("psum", axis_index_groups, s.group.size)),
             prepare=summable,
         )
     return x
@@ -87,7 +87,7 @@ def pmean(x: Any, axis_name: Hashable = None, *, axis_index_groups: IndexGroups 
 
     def share(leaf: Tensor, shard: Shard) -> Tensor:
         if not (leaf.is_floating_point() or leaf.is_complex()):
-            leaf = leaf.to(torch.float64 if leaf.dtype is torch.float64 else torch.get_default_dtype())
+            leaf = leaf.to(torch.get_default_dtype())
         part = _share(shard, as_groups("pmean", axis_index_groups, shard.group.size))
         # A shard that does not count may hold 0/0.
         return torch.zeros_like(leaf) if part == 0.0 else leaf * torch.tensor(part, dtype=leaf.real.dtype)
@@ -97,7 +97,7 @@ def pmean(x: Any, axis_name: Hashable = None, *, axis_index_groups: IndexGroups 
             "pmean",
             x,
             axis,
-            lambda s: Sum(0, as_groups("pmean", axis_index_groups, s.group.size)),
+            lambda s: Sum(as_groups("pmean", axis_index_groups, s.group.size)),
             prepare=share,
         )
     return x
@@ -213,7 +213,7 @@ def axis_size(axis_name: Hashable = None) -> int:
 
 def _extremum(name: str, x: Any, axis_name: Hashable, axis_index_groups: IndexGroups) -> Any:
     def make(shard: Shard) -> Extremum:
-        return Extremum(0, as_groups(name, axis_index_groups, shard.group.size), name == "pmax")
+        return Extremum(as_groups(name, axis_index_groups, shard.group.size), name == "pmax")
 
     def check(leaf: Tensor, where: str, size: int) -> None:
         if leaf.is_complex():

@@ -44,6 +44,14 @@ _lock = threading.Lock()
 _devices: tuple[Device, ...] | None = None
 
 
+def _after_fork() -> None:
+    global _lock
+    _lock = threading.Lock()  # The thread that held it does not exist in the child.
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
 def devices() -> tuple[Device, ...]:
     """Return the devices of this process, in rank order.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -27,11 +27,11 @@ def plain_lists(out: Any, path: str) -> Iterator[tuple[str, Any]]:
             yield from plain_lists(item, f"{path}[{k}]")
 
 
-def same_object(column: list[Any]) -> bool:
+def same_object(column: Sequence[Any]) -> bool:
     return all(leaf is column[0] for leaf in column)
 
 
-def all_equal(column: list[Any]) -> bool:
+def all_equal(column: Sequence[Any]) -> bool:
     return same_object(column) or all(_equal(column[0], leaf) for leaf in column[1:])
 
 

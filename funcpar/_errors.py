@@ -3,8 +3,7 @@
     NameError
       └─ UnboundAxisError          a collective names an axis that no running pmap binds
     ValueError
-      ├─ ReplicaMismatchError      the shards of one axis did not make the same call
-      └─ TreeMismatchError         two pytrees that must have one structure do not
+      └─ ReplicaMismatchError      the shards of one axis did not make the same call
     TimeoutError
       └─ CollectiveTimeoutError    a shard never came to a call that the others wait in
     RuntimeError

@@ -27,13 +27,18 @@ from funcpar._reduce import add_up
 from funcpar._split import Split
 
 
+def is_pmapped(fun: Any) -> bool:
+    """Tell whether a function is what pmap returned, and no wrapper of it."""
+    return getattr(fun, "__funcpar__", (None, None))[1] == id(fun)
+
+
 def gradient_within(fun: Callable[..., Any]) -> tuple[GradientFunction | None, bool]:
     """Return the gradient function under partial and wraps, and whether code of the user wraps it."""
     wrapped = False
     while not isinstance(fun, GradientFunction):
         if isinstance(fun, functools.partial):
             fun = fun.func
-        elif hasattr(fun, "__wrapped__"):
+        elif hasattr(fun, "__wrapped__") and not is_pmapped(fun):
             fun, wrapped = fun.__wrapped__, True
         else:
             return None, False

@@ -57,7 +57,7 @@ def all_gather(
         "all_gather",
         x,
         axis_name,
-        lambda s: Gather(0, as_groups("all_gather", axis_index_groups, s.group.size, even=True), axis, tiled),
+        lambda s: Gather(as_groups("all_gather", axis_index_groups, s.group.size, even=True), axis, tiled),
         check=check,
     )
 
@@ -108,7 +108,7 @@ def psum_scatter(
         x,
         axis_name,
         lambda s: Scatter(
-            0, as_groups("psum_scatter", axis_index_groups, s.group.size, even=True), scatter_dimension, tiled
+            as_groups("psum_scatter", axis_index_groups, s.group.size, even=True), scatter_dimension, tiled
         ),
         check=check,
         prepare=summable,
@@ -164,7 +164,7 @@ def all_to_all(
 
     def make(shard: Shard) -> Exchange:
         groups = as_groups("all_to_all", axis_index_groups, shard.group.size, even=True)
-        return Exchange(0, groups, split_axis, concat_axis, tiled)
+        return Exchange(groups, split_axis, concat_axis, tiled)
 
     return communicate("all_to_all", x, axis_name, make, check=check)
 
@@ -209,6 +209,6 @@ def pswapaxes(
 
     def make(shard: Shard) -> Exchange:
         groups = as_groups("pswapaxes", axis_index_groups, shard.group.size, even=True)
-        return Exchange(0, groups, axis, axis)
+        return Exchange(groups, axis, axis)
 
     return communicate("pswapaxes", x, axis_name, make, check=check)

@@ -22,7 +22,7 @@ import torch
 from funcpar._devices import Device
 from funcpar._errors import CollectiveTimeoutError, ReplicaMismatchError, ShardAborted, UnboundAxisError
 
-_NOT_THE_USERS = (str(Path(__file__).parent), str(Path(torch.__file__).parent))
+_NOT_THE_USERS = tuple(str(Path(file).parent) + os.sep for file in (__file__, torch.__file__))
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +204,11 @@ def _first(pair: tuple[int, Any]) -> int:
 
 
 def _timeout() -> float:
-    return float(os.environ.get("FUNCPAR_TIMEOUT", "300"))
+    given = os.environ.get("FUNCPAR_TIMEOUT", "300")
+    try:
+        return float(given)
+    except ValueError:
+        raise ValueError(f"FUNCPAR_TIMEOUT={given!r} is not a number of seconds.\nSet it to one.") from None
 
 
 def call_site() -> str:

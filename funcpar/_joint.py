@@ -35,14 +35,16 @@ class Piece:
     """One shard's part of a joint graph: ``outs`` depend on ``ins`` in a graph of that shard.
 
     ``ins[k]`` is a stand-in for ``sources[which[k]]`` of the joint graph, or that tensor itself.
-    ``closed_over`` are those that are no arguments; ``outside`` are nodes of the graph that the
-    shard did not make. ``tokens`` are those of the exchanges between shards that the graph contains.
+    ``closed_over`` are those that are no arguments; if there are any, ``nodes`` are those of the graph
+    and ``outside`` those that the shard did not make. ``tokens`` are those of the exchanges between
+    shards that the graph contains.
     """
 
     outs: list[Tensor]
     ins: list[Tensor]
     which: list[int]
     closed_over: list[Tensor]
+    nodes: set[Any]
     outside: set[Any]
     tokens: list[Gradient]
     is_gradient: bool
@@ -133,28 +135,29 @@ def _on_stand_ins(
     ins, which = list(stands.values()), list(stands)
     if before is not None:
         ins, which, tokens = ins + before.ins, which + before.which, before.tokens + tokens
-    others, outside = _closed_over(frame, outs, ins, start)
-    return answer, Piece(outs, ins, which, others, outside, tokens, before is not None)
+    others, nodes, outside = _closed_over(frame, outs, ins, start)
+    return answer, Piece(outs, ins, which, others, nodes, outside, tokens, before is not None)
 
 
 def _closed_over(
     frame: Frame, outs: list[Tensor], ins: list[Tensor], start: int
-) -> tuple[list[Tensor], set[Any]]:
-    """Return what a shard's graph depends on beside ``ins``, and nodes that were there before it.
+) -> tuple[list[Tensor], set[Any], set[Any]]:
+    """Return what a shard's graph depends on beside ``ins``, its nodes, and those that were there before.
 
     A tensor that was computed outside is an input like a leaf, if it is found in the function;
     otherwise the nodes that made it look like the shard's own, up to leaves further out.
     """
     leaves = closed_over(outs, ins)
     if not leaves:
-        return [], set()
+        return [], set(), set()
     computed = computed_tensors(frame.funs)
     nodes, _ = reach(outs, [*ins, *computed])
     below = {node for each in nodes for node, _ in each.next_functions}
     used = [tensor for tensor in computed if tensor.grad_fn in below or any(out is tensor for out in outs)]
     made = range(start, _sequence_number())
-    outside = {node for node in nodes if node.next_functions and node._sequence_nr() not in made}
-    return [*used, *closed_over(outs, [*ins, *used])], outside
+    nodes = {node for node in nodes if node.next_functions}
+    outside = {node for node in nodes if node._sequence_nr() not in made}
+    return [*used, *closed_over(outs, [*ins, *used])], nodes, outside
 
 
 def _check_closed_over(frame: Frame, pieces: Sequence[Piece]) -> None:
@@ -163,7 +166,12 @@ def _check_closed_over(frame: Frame, pieces: Sequence[Piece]) -> None:
     Raises:
         ValueError: A tensor that was computed outside was not found, or a hook would run once per shard.
     """
+    seen: set[Any] = set()
     for piece in pieces:
+        # Numbers of nodes are counted by thread, so one made elsewhere may look like the shard's own;
+        # what two shards share is neither's.
+        piece.outside |= piece.nodes & seen
+        seen |= piece.nodes
         for tensor in piece.closed_over:
             if tensor._backward_hooks or tensor.retains_grad:
                 raise ValueError(

@@ -7,6 +7,7 @@ the level is open from the first jvp of any thread to the end of the last.
 
 from __future__ import annotations
 
+import os
 import threading
 
 from torch._functorch import eager_transforms
@@ -57,3 +58,11 @@ def install() -> None:
 
 
 install()
+
+
+def _after_fork() -> None:
+    global _lock
+    _lock = threading.Lock()  # The thread that held it does not exist in the child.
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -8,7 +8,7 @@ derivatives of collectives are collectives, to any order.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Self, TypeAlias
 
 import torch
@@ -36,7 +36,7 @@ class Map:
         lead: Leading dimensions that vmap added, which no option counts.
     """
 
-    lead: int = 0
+    lead: int = field(default=0, kw_only=True)
 
     def __str__(self) -> str:
         """Show the options, as the end of an argument list."""
@@ -137,7 +137,7 @@ class Gather(Grouped):
         return torch.stack(values, self._dim(self.dim, values[0].dim() + 1))
 
     def transposed(self) -> Map:
-        return Scatter(self.lead, self.groups, self.dim, self.tiled)
+        return Scatter(self.groups, self.dim, self.tiled, lead=self.lead)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +155,7 @@ class Scatter(Grouped):
         return total
 
     def transposed(self) -> Map:
-        return Gather(self.lead, self.groups, self.dim, self.tiled)
+        return Gather(self.groups, self.dim, self.tiled, lead=self.lead)
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +204,7 @@ class Broadcast(Map):
         return column[self.source].clone()
 
     def transposed(self) -> Map:
-        return Collect(self.lead, self.source)
+        return Collect(self.source, lead=self.lead)
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +219,7 @@ class Collect(Map):
         return total
 
     def transposed(self) -> Map:
-        return Broadcast(self.lead, self.target)
+        return Broadcast(self.target, lead=self.lead)
 
 
 def _part(value: Tensor, dim: int, place: int, count: int, tiled: bool) -> Tensor:

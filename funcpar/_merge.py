@@ -7,7 +7,7 @@ leaf of every shard, in rank order) into one leaf. What a spec cannot honour is 
 from __future__ import annotations
 
 import numbers
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -25,7 +25,7 @@ from funcpar._staging import Shards
 SPECS = ("auto", "mean", "sum", "stack", "shards")
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Merge:
     """How the outputs of one call are merged.
 
@@ -33,37 +33,53 @@ class Merge:
         call: The call for messages, such as ``pmap(train_step)``.
         split: What each shard got.
         weights: Weight of each shard in a mean.
-        gradients: Which leaves of the output are gradients that the function took of its own rows.
     """
 
     call: str
     split: Split
     weights: Sequence[float]
-    gradients: frozenset[int] = frozenset()
 
-    def trees(self, spec: Any, outs: Sequence[Any]) -> Any:
-        """Merge one tree per shard; ``spec`` is a prefix of it."""
+    def trees(
+        self, spec: Any, outs: Sequence[Any], gradients: Collection[int] = (), root: str = "output"
+    ) -> Any:
+        """Merge one tree per shard; ``spec`` is a prefix of it.
+
+        ``gradients`` says which leaves are gradients that the function took of its own rows.
+        """
         if spec == "shards":
             return Shards(outs, self.split.devices, self.split.rows)
         if type(spec) in (list, tuple, dict) and "shards" in tree.leaves(spec):
-            return self._by_child(spec, outs)
+            return self._by_child(spec, outs, gradients, root)
         leaves, structure = tree.flatten(outs[0])
         rows = [leaves]
         for rank, out in enumerate(outs[1:], 1):
             try:
-                rows.append(tree.flatten_like(structure, out, "output"))
+                rows.append(tree.flatten_like(structure, out, root))
             except ValueError as error:
                 raise ReplicaMismatchError(
                     f"{self.call}: shard {rank} returned another structure than shard 0: {error}\n"
                     f"Return the same structure from every shard."
                 ) from None
         specs = tree.broadcast_prefix(spec, structure, f"{self.call}: out_axes")
-        paths = structure.paths("output")
-        self._check_lists(specs, rows, outs, structure)
-        if "auto" in specs and self.gradients and len(outs) > 1:
-            self._refuse_gradient(next(paths[k] for k in sorted(self.gradients) if specs[k] == "auto"))
+        paths = structure.paths(root)
+        self._check_lists(specs, rows, outs)
+        local = [k for k in sorted(gradients) if specs[k] == "auto"]
+        if local and len(outs) > 1:
+            self._refuse_gradient(paths[local[0]])
         merged = [self.column(wanted, [row[k] for row in rows], paths[k]) for k, wanted in enumerate(specs)]
         return tree.unflatten(structure, merged)
+
+    def refuse_ambiguous(self, outs: Sequence[Any]) -> None:
+        """Refuse what may be the rows of a shard, or one value that all shards made of a whole gradient."""
+        columns = zip(*(tree.leaves(out) for out in outs), strict=False)
+        for path, column in zip(tree.flatten(outs[0])[1].paths("output"), columns, strict=False):
+            tensors = len(column) > 1 and all(isinstance(leaf, Tensor) for leaf in column)
+            if tensors and not same_object(column) and self._follows_rows(column) and all_equal(column):
+                raise ValueError(
+                    f"{self.call}: {path} is equal on all shards and has the shape of rows, so that it "
+                    f"cannot be told whether code around the gradient function made it of the whole gradient.\n"
+                    f"Do it after the call, or map the gradient function itself."
+                )
 
     def _refuse_gradient(self, path: str) -> NoReturn:
         raise ValueError(
@@ -73,7 +89,7 @@ class Merge:
             f'which reduces it; or give out_axes, "mean" or "stack" say, for this output.'
         )
 
-    def _by_child(self, spec: Any, outs: Sequence[Any]) -> Any:
+    def _by_child(self, spec: Any, outs: Sequence[Any], gradients: Collection[int], root: str) -> Any:
         """Merge the children one by one, so that a ``"shards"`` takes whatever each shard has there."""
         keys = list(spec) if isinstance(spec, dict) else range(len(spec))
         for out in outs:
@@ -86,15 +102,18 @@ class Merge:
                     f"{self.call}: out_axes={spec!r} does not fit an output that is a {type(out).__name__}.\n"
                     f'Give "shards" for the whole output, or for entries of a list, tuple or dict.'
                 )
-        merged = [self.trees(spec[key], [out[key] for out in outs]) for key in keys]
+        merged, start = [], 0
+        for key in keys if isinstance(spec, dict) else range(len(keys)):
+            count = len(tree.leaves(outs[0][key]))
+            own = [k - start for k in gradients if start <= k < start + count]
+            merged.append(self.trees(spec[key], [out[key] for out in outs], own, f"{root}[{key!r}]"))
+            start += count
         return dict(zip(keys, merged, strict=True)) if isinstance(spec, dict) else type(outs[0])(merged)
 
     def column(self, spec: Any, column: list[Any], path: str) -> Any:
         """Merge one leaf of every shard."""
         if spec == "auto" or spec is None:
             self._check_open(column, path)
-        if len(column) == 1 and spec not in ("stack", "sum"):
-            return self._own(column[0])
         if spec == "auto":
             spec = self._auto(column, path)
         if isinstance(spec, int):
@@ -122,17 +141,15 @@ class Merge:
             )
         return None
 
-    def _follows_rows(self, column: list[Tensor]) -> bool:
+    def _follows_rows(self, column: Sequence[Tensor]) -> bool:
         if self.split.rows is None or any(leaf.dim() == 0 for leaf in column):
             return False
-        factor, rest = divmod(column[0].shape[0], self.split.rows[0])
-        return (
-            rest == 0
-            and factor > 0
-            and all(leaf.shape[0] == factor * n for leaf, n in zip(column, self.split.rows, strict=True))
-        )
+        sizes = [leaf.shape[0] for leaf in column]
+        total = sum(self.split.rows)
+        factor = sum(sizes) // total if total else 1
+        return factor > 0 and sizes == [factor * n for n in self.split.rows]
 
-    def _joined(self, dim: int, column: list[Any], path: str) -> Tensor:
+    def _joined(self, dim: int, column: list[Any], path: str) -> Any:
         self._tensors(column, path, f"out_axes={dim}", alike=False)
         if any(not -leaf.dim() <= dim < leaf.dim() for leaf in column):
             raise ValueError(
@@ -146,6 +163,8 @@ class Merge:
                 f"{self.call}: {path} cannot be joined along dimension {dim}: "
                 f"{', '.join(kind(leaf) for leaf in column)}.\nReturn the same shape but for that dimension."
             )
+        if len(column) == 1:
+            return self._own(column[0])
         return torch.cat([leaf.to(column[0].device) for leaf in column], dim)
 
     def _mean(self, column: list[Any], path: str) -> Any:
@@ -154,6 +173,8 @@ class Merge:
         self._tensors(column, path, 'out_axes="mean"', alike=True)
         if not (column[0].is_floating_point() or column[0].is_complex()):
             return self._equal(column, path)
+        if len(column) == 1:
+            return self._own(column[0])
         real = column[0].real.dtype if column[0].is_complex() else column[0].dtype
         total: Tensor | None = None
         for leaf, share in zip(column, self._shares(), strict=True):
@@ -207,9 +228,7 @@ class Merge:
                     f'a tensor), or leave it where it is with out_axes="shards".'
                 )
 
-    def _check_lists(
-        self, specs: list[Any], rows: list[list[Any]], outs: Sequence[Any], structure: Any
-    ) -> None:
+    def _check_lists(self, specs: list[Any], rows: list[list[Any]], outs: Sequence[Any]) -> None:
         """Refuse lists of plain values with one entry per row: equal ones would lose rows in silence."""
         if "auto" not in specs or self.split.rows is None or len(outs) == 1:
             return

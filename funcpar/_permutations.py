@@ -36,9 +36,7 @@ def ppermute(x: Any, axis_name: Hashable = None, perm: Sequence[tuple[int, int]]
     References:
         ``jax.lax.ppermute``, which takes negative ranks as Python indices.
     """
-    return communicate(
-        "ppermute", x, axis_name, lambda s: Permute(0, as_pairs("ppermute", perm, s.group.size))
-    )
+    return communicate("ppermute", x, axis_name, lambda s: Permute(as_pairs("ppermute", perm, s.group.size)))
 
 
 def pshuffle(x: Any, axis_name: Hashable = None, perm: Sequence[int] = ()) -> Any:
@@ -73,7 +71,7 @@ def pshuffle(x: Any, axis_name: Hashable = None, perm: Sequence[int] = ()) -> An
                 f"pshuffle: perm={list(perm)} is not a permutation of 0..{shard.group.size - 1}.\n"
                 f"Name every rank once, or use ppermute to send some."
             )
-        return Permute(0, tuple((int(source), k) for k, source in enumerate(perm)))
+        return Permute(tuple((int(source), k) for k, source in enumerate(perm)))
 
     return communicate("pshuffle", x, axis_name, make)
 
@@ -110,6 +108,6 @@ def pbroadcast(x: Any, axis_name: Hashable = None, source: int = 0) -> Any:
                 f"pbroadcast: source={source} is out of range for an axis of size {shard.group.size}.\n"
                 f"Give a rank from 0 to {shard.group.size - 1}."
             )
-        return Broadcast(0, int(source))
+        return Broadcast(int(source))
 
     return communicate("pbroadcast", x, axis_name, make)

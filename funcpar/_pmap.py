@@ -98,7 +98,8 @@ def pmap(
         raise ValueError(f"{call}: min_rows={min_rows!r} is not a positive integer.\nGive 1 or more.")
     if weight is not None and not callable(weight):
         raise TypeError(f"{call}: weight={weight!r} is not callable.\nGive a function of the arguments.")
-    hash(axis_name)
+    if isinstance(axis_name, tuple) or not isinstance(axis_name, Hashable):
+        raise TypeError(f"{call}: axis_name={axis_name!r} cannot name an axis.\nGive a string.")
     if isinstance(devices, Iterable) and not isinstance(devices, str):
         devices = tuple(devices)
     binder = Binder(fun)
@@ -119,7 +120,8 @@ def pmap(
     def pmapped(*args: Any, **kwargs: Any) -> Any:
         return mapped(args, kwargs)
 
-    pmapped.__funcpar_call__ = call  # type: ignore[attr-defined]
+    # What wraps a pmapped function copies its attributes, so the mark names its bearer.
+    pmapped.__funcpar__ = call, id(pmapped)  # type: ignore[attr-defined]
     return pmapped
 
 
@@ -156,6 +158,11 @@ class _Mapped:
         self.takes_local_gradient = _is_torch_func_gradient(fun)
         if self.gradient is not None:
             self.value_spec, self.aux_spec = specs_of(call, self.gradient, out_axes)
+        if self.wrapped and out_axes not in ("auto", "mean", "sum"):
+            raise ValueError(
+                f"{call}: out_axes={out_axes!r}, and code around the gradient function makes the output.\n"
+                f'Give "mean" or "sum" for the value, or map the gradient function itself.'
+            )
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         split = self.in_axes.split(self.binder.bind(args, kwargs), self._devices(), self.devices is not None)
@@ -183,7 +190,8 @@ class _Mapped:
             return (split, weights) if any(weights) else (split.undivided(), [1.0])
         if split.rows is None or len(split.rows) == 1:
             return split, [1.0] * len(split.devices)
-        return split, [float(n) for n in split.rows]
+        weights = [float(n) for n in split.rows]
+        return (split, weights) if any(weights) else (split.undivided(), [1.0])
 
     def _plain(
         self, split: Split, frame: Frame, merge: Merge, out_axes: Any, fused: Fused | None = None
@@ -197,9 +205,9 @@ class _Mapped:
             reducing = nullcontext() if fused is None or size == 1 else fused.reducing(leaves)
             with recorded() as seen, reducing:
                 out, specs[rank] = tree.flatten(self.fun(*args, **kwargs))
-            if self.takes_local_gradient:
+            if rank == 0 and self.takes_local_gradient:
                 gradients.update(range(len(out)))
-            elif seen:
+            elif rank == 0 and seen:
                 local = {id(grad) for grad, leaf in seen if not split.has_rows(leaf, leaves, rank)}
                 gradients.update(k for k, leaf in enumerate(out) if id(leaf) in local)
             return split.marked(leaves, out)
@@ -208,5 +216,6 @@ class _Mapped:
         outs = [
             tree.unflatten(spec, split.unmarked(answer)) for spec, answer in zip(specs, answers, strict=True)
         ]
-        merge.gradients = frozenset(gradients)
-        return merge.trees(out_axes, outs)
+        if fused is not None:
+            merge.refuse_ambiguous(outs)
+        return merge.trees(out_axes, outs, gradients)

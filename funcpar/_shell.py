@@ -22,7 +22,11 @@ _MODULE_SIZE = nn.Module.__basicsize__
 _EXAMPLES: tuple[nn.Module, ...] = (
     *(conv(1, 1, 1, device="meta") for conv in (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d)),
     *(norm(1, device="meta") for norm in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.LayerNorm)),
-    *(nn.Linear(1, 1, device="meta"), nn.GroupNorm(1, 1, device="meta"), nn.Embedding(1, 1, device="meta")),
+    *(
+        nn.Linear(1, 1, device="meta"),
+        nn.GroupNorm(1, 1, device="meta"),
+        nn.Embedding(1, 1, _weight=torch.empty(1, 1, device="meta")),
+    ),
     *(layer() for layer in (nn.ReLU, nn.GELU, nn.SiLU, nn.Dropout, nn.Flatten, nn.Identity)),
     *(nn.MaxPool2d(1), nn.AvgPool2d(1), nn.AdaptiveAvgPool2d(1), nn.Sequential(), nn.ModuleList()),
 )

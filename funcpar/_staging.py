@@ -21,11 +21,13 @@ class Shards:
     Args:
         parts: R trees of one structure, in rank order.
         devices: R devices.
-        rows: How many rows each part stands for, if its tensors do not say.
+        rows: How many rows each part stands for; by default the size of its tensors along dimension 0,
+            None where they disagree or there are none.
 
     Attributes:
         parts: The R trees.
         devices: The R devices.
+        rows: Rows of each part.
 
     Raises:
         ValueError: Numbers of parts and devices disagree, or there are none.
@@ -46,7 +48,7 @@ class Shards:
         A sharded ``jax.Array``; here the parts may differ in size and be trees.
     """
 
-    __slots__ = ("_rows", "devices", "parts")
+    __slots__ = ("devices", "parts", "rows")
 
     def __init__(
         self, parts: Sequence[Any], devices: Sequence[Device], rows: Sequence[int] | None = None
@@ -57,15 +59,11 @@ class Shards:
             )
         self.parts = tuple(parts)
         self.devices = tuple(devices)
-        self._rows = [None] * len(parts) if rows is None else list(rows)
-
-    @property
-    def rows(self) -> tuple[int | None, ...]:
-        """Rows of each part: None where its tensors disagree along dimension 0, or there are none."""
-        return tuple(
-            given if (found := _rows(part)) is None else found
-            for part, given in zip(self.parts, self._rows, strict=True)
-        )
+        if rows is not None and len(rows) != len(parts):
+            raise ValueError(
+                f"Shards: {len(parts)} parts and rows={list(rows)}.\nGive the number of rows of each part."
+            )
+        self.rows = tuple(_rows(part) for part in parts) if rows is None else tuple(rows)
 
     def gather(self, dim: int = 0) -> Any:
         """Return one tree, every tensor joined along ``dim`` in rank order.
@@ -75,7 +73,9 @@ class Shards:
             TypeError: A leaf is not a tensor.
         """
         leaves, spec = tree.flatten(self.parts[0])
-        rows = [leaves] + [spec_leaves(spec, part, k) for k, part in enumerate(self.parts[1:], 1)]
+        rows = [leaves] + [
+            tree.flatten_like(spec, part, f"part {k}") for k, part in enumerate(self.parts[1:], 1)
+        ]
         for path, leaf in zip(spec.paths("part"), leaves, strict=True):
             if not isinstance(leaf, Tensor):
                 raise TypeError(
@@ -83,7 +83,11 @@ class Shards:
                 )
             if leaf.dim() == 0:
                 raise ValueError(f"Shards.gather: {path} is 0-d and has no rows to join.\nUse .parts.")
-        return tree.unflatten(spec, [torch.cat(column, dim) for column in zip(*rows, strict=True)])
+        joined = [
+            torch.cat([leaf.to(column[0].device) for leaf in column], dim)
+            for column in zip(*rows, strict=True)
+        ]
+        return tree.unflatten(spec, joined)
 
     def __repr__(self) -> str:
         shown = ", ".join(
@@ -91,11 +95,6 @@ class Shards:
             for n, device in zip(self.rows, self.devices, strict=True)
         )
         return f"Shards({shown})"
-
-
-def spec_leaves(spec: tree.Spec, part: Any, rank: int) -> list[Any]:
-    """Flatten a later part in the order of the first one's."""
-    return tree.flatten_like(spec, part, f"part {rank}")
 
 
 def _rows(part: Any) -> int | None:
