@@ -73,6 +73,15 @@ class InAxes:
             devices = devices[:count]
         return Split(devices, sizes, cut(leaves, axes, sizes), axes, parts, leaves)
 
+    def path(self, arguments: list[Argument], split: Split, k: int) -> str:
+        """Return the path of a leaf of all arguments, as the user would write it."""
+        paths = [
+            path
+            for argument, (_, spec) in zip(arguments, split.arguments, strict=True)
+            for path in spec.paths(argument.root)
+        ]
+        return paths[k]
+
     def _axes_of(self, argument: Argument, leaves: list[Any], spec: tree.Spec) -> list[int | None]:
         """Return the axis of each leaf: None where it is not split."""
         prefix = self._prefix(argument)

@@ -13,7 +13,11 @@ from funcpar._joint import call_shards
 
 
 def parallel_call(
-    funs: Sequence[Callable[..., Any]], inputs: Sequence[Any], devices: Any = None
+    funs: Sequence[Callable[..., Any]],
+    inputs: Sequence[Any],
+    devices: Any = None,
+    *,
+    weights: Sequence[float] | None = None,
 ) -> list[Any]:
     """Call R functions on R argument trees at the same time, one per shard, jointly differentiable.
 
@@ -28,11 +32,13 @@ def parallel_call(
         devices: Where they run, in order; see :func:`pmap`. By default the first R devices, taken
             again from the first where there are fewer.
 
+        weights: R weights, of the shards in :func:`pmean`; equal by default.
+
     Returns:
         A list of the R results.
 
     Raises:
-        ValueError: Lengths disagree.
+        ValueError: Lengths disagree, or a function writes in place to a tensor that shards share.
         TypeError: ``funs`` or ``inputs`` is of another kind.
 
     Example:
@@ -68,9 +74,8 @@ def parallel_call(
             f"parallel_call: {len(inputs)} argument trees and {len(chosen)} devices.\n"
             f"Name one device per argument tree."
         )
-    return call_trees(
-        Frame(chosen, funs=callables), callables, [a if isinstance(a, tuple) else (a,) for a in inputs]
-    )
+    frame = Frame(chosen, weights=None if weights is None else tuple(weights), funs=callables)
+    return call_trees(frame, callables, [a if isinstance(a, tuple) else (a,) for a in inputs])
 
 
 def _as_callables(funs: Any) -> list[Callable[..., Any]]:

@@ -27,6 +27,7 @@ class Frame:
         where: The call as the user knows it, for notes: ``pmap(train_step)``.
         streams: Where each shard draws its random numbers from.
         funs: The user's functions, to look for tensors that they close over.
+        name_of: Names an argument leaf, by its place, as the user would.
     """
 
     devices: tuple[Device, ...]
@@ -35,6 +36,7 @@ class Frame:
     where: str = "parallel_call"
     streams: _random.Streams = field(default_factory=_random.Streams)
     funs: Sequence[Callable[..., Any]] = ()
+    name_of: Callable[[int], str] | None = None
 
     def run(self, bodies: Sequence[Body]) -> list[Any]:
         """Run one body per shard and return their values in rank order.

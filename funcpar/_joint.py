@@ -19,10 +19,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from funcpar._closure import computed_tensors
+from funcpar._depends import check_closed_over, depended_on, sequence_number
 from funcpar._exchange import complete, recording
 from funcpar._frame import Frame
-from funcpar._graph import ROOT, Gradient, apply, closed_over, owned, reach
+from funcpar._graph import ROOT, Gradient, apply, owned
 from funcpar._group import Call, current
 from funcpar._reduce import add_up, reduce_share
 from funcpar._world import is_transformed
@@ -75,6 +75,32 @@ class _Sources:
 
 def call_shards(frame: Frame, bodies: Sequence[Leafwise], inputs: Sequence[list[Any]]) -> list[list[Any]]:
     """Run ``bodies[i](inputs[i])`` as shard i: lists of leaves to lists of leaves, differentiable."""
+    shared = _shared(inputs)
+    versions = [leaf._version for _, leaf in shared]
+    answers = _call_shards(frame, bodies, inputs)
+    for (k, leaf), version in zip(shared, versions, strict=True):
+        if leaf._version != version:
+            name = frame.name_of(k) if frame.name_of else f"a tensor of shape {tuple(leaf.shape)}"
+            raise ValueError(
+                f"{frame.where}: {name}, which the shards share, was written to in place by the function, "
+                f"by several shards at the same time.\n"
+                f"Return the new value instead, or let each shard write to a copy of its own."
+            )
+    return answers
+
+
+def _shared(inputs: Sequence[list[Any]]) -> list[tuple[int, Tensor]]:
+    """Return the tensors that the first two shards both get, each with its place in the first."""
+    if len(inputs) == 1:
+        return []
+    others = set(map(id, inputs[1]))
+    return [
+        (k, leaf) for k, leaf in enumerate(inputs[0])
+        if isinstance(leaf, Tensor) and id(leaf) in others and not leaf.is_inference()
+    ]  # fmt: skip
+
+
+def _call_shards(frame: Frame, bodies: Sequence[Leafwise], inputs: Sequence[list[Any]]) -> list[list[Any]]:
     nested = len(bodies) == 1 and current() is not None  # Part of the graph of the shard around it.
     if nested or not torch.is_grad_enabled() or is_transformed():
         return frame.run([partial(body, leaves) for body, leaves in zip(bodies, inputs, strict=True)])
@@ -101,7 +127,9 @@ def _call_joined(
         [partial(_on_stand_ins, frame, *each) for each in zip(bodies, inputs, places, before, strict=True)]
     )
     pieces = [piece for _, piece in answers]
-    _check_closed_over(frame, pieces)
+    seen: set[Any] = set()
+    for piece in pieces:
+        check_closed_over(frame.where, piece.closed_over, piece.outside, piece.nodes, seen)
     for piece in pieces:
         piece.which += [sources.index(leaf) for leaf in piece.closed_over]
         piece.ins += piece.closed_over
@@ -128,67 +156,15 @@ def _on_stand_ins(
         if source not in stands:
             stands[source] = leaves[k].detach().requires_grad_()
         given[k] = stands[source]
-    start = _sequence_number()
+    start = sequence_number()
     with recording() as tokens:
         answer = body(given)
     outs = [leaf for leaf in answer if _needs_gradient(leaf)]
     ins, which = list(stands.values()), list(stands)
     if before is not None:
         ins, which, tokens = ins + before.ins, which + before.which, before.tokens + tokens
-    others, nodes, outside = _closed_over(frame, outs, ins, start)
+    others, nodes, outside = depended_on(frame.funs, outs, ins, start)
     return answer, Piece(outs, ins, which, others, nodes, outside, tokens, before is not None)
-
-
-def _closed_over(
-    frame: Frame, outs: list[Tensor], ins: list[Tensor], start: int
-) -> tuple[list[Tensor], set[Any], set[Any]]:
-    """Return what a shard's graph depends on beside ``ins``, its nodes, and those that were there before.
-
-    A tensor that was computed outside is an input like a leaf, if it is found in the function;
-    otherwise the nodes that made it look like the shard's own, up to leaves further out.
-    """
-    leaves = closed_over(outs, ins)
-    if not leaves:
-        return [], set(), set()
-    computed = computed_tensors(frame.funs)
-    nodes, _ = reach(outs, [*ins, *computed])
-    below = {node for each in nodes for node, _ in each.next_functions}
-    used = [tensor for tensor in computed if tensor.grad_fn in below or any(out is tensor for out in outs)]
-    made = range(start, _sequence_number())
-    nodes = {node for node in nodes if node.next_functions}
-    outside = {node for node in nodes if node._sequence_nr() not in made}
-    return [*used, *closed_over(outs, [*ins, *used])], nodes, outside
-
-
-def _check_closed_over(frame: Frame, pieces: Sequence[Piece]) -> None:
-    """Refuse what a shard depends on in a way that would lose or repeat a gradient.
-
-    Raises:
-        ValueError: A tensor that was computed outside was not found, or a hook would run once per shard.
-    """
-    seen: set[Any] = set()
-    for piece in pieces:
-        # Numbers of nodes are counted by thread, so one made elsewhere may look like the shard's own;
-        # what two shards share is neither's.
-        piece.outside |= piece.nodes & seen
-        seen |= piece.nodes
-        for tensor in piece.closed_over:
-            if tensor._backward_hooks or tensor.retains_grad:
-                raise ValueError(
-                    f"{frame.where}: the function closes over a tensor of shape {tuple(tensor.shape)} that "
-                    f"requires a gradient and has a hook or retains its gradient, once per shard.\n"
-                    f"Pass it as an argument."
-                )
-        if piece.outside:
-            name = next(iter(piece.outside)).name()
-            raise ValueError(
-                f"{frame.where}: the function depends on a tensor that was computed outside of it, by "
-                f"{name}, and is no argument.\nPass it as an argument, or detach it."
-            )
-
-
-def _sequence_number() -> int:
-    return int(torch._C._autograd._get_sequence_nr())
 
 
 def _needs_gradient(leaf: Any) -> bool:

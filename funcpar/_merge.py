@@ -77,7 +77,7 @@ class Merge:
             if tensors and not same_object(column) and self._follows_rows(column) and all_equal(column):
                 raise ValueError(
                     f"{self.call}: {path} is equal on all shards and has the shape of rows, so that it "
-                    f"cannot be told whether code around the gradient function made it of the whole gradient.\n"
+                    f"cannot be told whether code around the gradient function made it of a whole gradient.\n"
                     f"Do it after the call, or map the gradient function itself."
                 )
 

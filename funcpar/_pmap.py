@@ -165,9 +165,17 @@ class _Mapped:
             )
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        split = self.in_axes.split(self.binder.bind(args, kwargs), self._devices(), self.devices is not None)
+        arguments = self.binder.bind(args, kwargs)
+        split = self.in_axes.split(arguments, self._devices(), self.devices is not None)
         split, weights = self._weigh(split)
-        frame = Frame(split.devices, self.axis_name, tuple(weights), self.call, funs=(self.fun,))
+        frame = Frame(
+            split.devices,
+            self.axis_name,
+            tuple(weights),
+            self.call,
+            funs=(self.fun,),
+            name_of=lambda k: self.in_axes.path(arguments, split, k),
+        )
         merge = Merge(self.call, split, weights)
         if self.gradient is None:
             return self._plain(split, frame, merge, self.out_axes)

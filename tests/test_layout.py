@@ -23,7 +23,7 @@ LAYERS = [
         "_references _rebind _shell _isolation _functional",
         "_group _maps _request _exchange _differentiate _grad",
         "_operand _collectives _gathers _permutations _batchnorm",
-        "_frame _joint _call",
+        "_depends _frame _joint _call",
         "_binding _split _axes _merge _fused _pmap _check",
     )
     for name in layer.split()

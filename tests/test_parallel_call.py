@@ -269,3 +269,20 @@ def test_closed_over_function_of_an_argument_is_never_left_out_in_silence(device
         assert "argument" in str(error)
     else:
         torch.testing.assert_close(got, want)
+
+
+def test_weights_are_those_of_pmean_and_one_per_shard() -> None:
+    inputs = [torch.tensor(1.0), torch.tensor(4.0)]
+    means = fp.parallel_call(fp.pmean, inputs, weights=[3, 1])
+    assert [mean.item() for mean in means] == [1.75, 1.75]
+    with pytest.raises(ValueError, match=r"parallel_call: 2 argument trees and 1 weights\.\nGive one weight"):
+        fp.parallel_call(fp.pmean, inputs, weights=[1])
+
+
+def test_a_tensor_that_shards_share_is_not_written_to_in_silence() -> None:
+    shared = torch.ones(3)
+    with pytest.raises(ValueError, match=r"shape \(3,\), which the shards share, was written to in place"):
+        fp.parallel_call(lambda w, x: w.mul_(0.5) * x, [(shared, 1.0), (shared, 2.0)])
+    named = fp.pmap(lambda params, x: params["w"].mul_(0.5) * x.sum(), devices=2)
+    with pytest.raises(ValueError, match=r"pmap\(<lambda>\): params\['w'\], which the shards share"):
+        named({"w": torch.ones(3)}, torch.ones(4))
