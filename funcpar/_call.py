@@ -74,6 +74,11 @@ def parallel_call(
             f"parallel_call: {len(inputs)} argument trees and {len(chosen)} devices.\n"
             f"Name one device per argument tree."
         )
+    if weights is not None and len(weights) != len(inputs):
+        raise ValueError(
+            f"parallel_call: {len(inputs)} argument trees and {len(weights)} weights.\n"
+            f"Give one weight per argument tree."
+        )
     frame = Frame(chosen, weights=None if weights is None else tuple(weights), funs=callables)
     return call_trees(frame, callables, [a if isinstance(a, tuple) else (a,) for a in inputs])
 

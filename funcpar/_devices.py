@@ -36,6 +36,11 @@ class Device:
     torch_device: torch.device
     threads: int = 1
 
+    @property
+    def is_cpu(self) -> bool:
+        """Whether shards of this device share memory with the caller."""
+        return self.torch_device.type == "cpu"
+
     def __repr__(self) -> str:
         return f"{self.torch_device.type}[{self.rank}]"
 

@@ -14,7 +14,7 @@ Three ways, by what surrounds the shard:
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -122,7 +122,7 @@ def _meet(
     if sum(leaf.numel() for leaf in leaves) > _SMALL:
         return _meet_in_place(shard, call, wanted, given, records)
     brought = shard.group.exchange(shard.rank, call, ([leaf.clone() for leaf in given], records))
-    columns = zip(*(theirs for theirs, _ in brought), strict=True)
+    columns = _here_too(zip(*(theirs for theirs, _ in brought), strict=True), shard)
     outs = [wanted.output(shard.rank, column) for column in columns]
     return outs, any(theirs for _, theirs in brought)
 
@@ -137,7 +137,8 @@ def _meet_in_place(
     if isinstance(wanted, Sum):
         rooms = brought[wanted.group(shard.rank)[0]][2]
     outs = []
-    for column, room in zip(zip(*(theirs[0] for theirs in brought), strict=True), rooms, strict=True):
+    columns = _here_too(zip(*(theirs[0] for theirs in brought), strict=True), shard)
+    for column, room in zip(columns, rooms, strict=True):
         if room is not None and isinstance(wanted, Sum):
             wanted.fill(shard.rank, column, room)
         outs.append(wanted.output(shard.rank, column) if room is None else room)
@@ -152,10 +153,18 @@ def _meet_in_place(
     return outs, any(theirs[1] for theirs in brought)
 
 
+def _here_too(columns: Iterable[Sequence[Tensor]], shard: Shard) -> Iterable[Sequence[Tensor]]:
+    """Bring what all shards brought to this shard's device."""
+    device = shard.device
+    if device.is_cpu:
+        return columns
+    return [[value.to(device.torch_device, non_blocking=True) for value in column] for column in columns]
+
+
 def _room_for(leaf: Tensor) -> Tensor | None:
     """Return memory for a sum that the shards make together, or None where each makes its own."""
     alone = leaf.numel() < _SMALL or leaf.element_size() < 4 or leaf.layout is not torch.strided
-    return None if alone else empty_like(leaf)
+    return None if alone or not leaf.is_cpu else empty_like(leaf)
 
 
 def _directly(shard: Shard, request: Request, wanted: Map, leaves: list[Tensor]) -> list[Tensor]:

@@ -87,6 +87,8 @@ def _adds_to(first: Gradient, grad: Gradient, contiguous: bool = False) -> bool:
     """Tell whether a gradient can be added in place, entry by entry, without rounding too often."""
     if first is None or grad is None or grad.dtype is not first.dtype or first.dtype in _LOW_PRECISION:
         return False
+    if grad.device != first.device:
+        return False
     return grad.layout is torch.strided and (not contiguous or grad.is_contiguous())
 
 
@@ -95,6 +97,8 @@ def add_up(column: Sequence[Gradient]) -> Gradient:
     grads = [grad for grad in column if grad is not None]
     if not grads:
         return None
+    if not grads[0].is_cpu:
+        grads = [grad.to(grads[0].device) for grad in grads]
     if len(grads) == 1:
         return grads[0].clone()
     if grads[0].dtype in _LOW_PRECISION and len(grads) > 2:

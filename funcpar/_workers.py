@@ -32,7 +32,8 @@ Job: TypeAlias = Callable[[], None]
 class Worker:
     """One thread with an inbox. ``None`` in the inbox ends it."""
 
-    def __init__(self, name: str, threads: int) -> None:
+    def __init__(self, name: str, device: Device, threads: int) -> None:
+        self.device = device
         self.inbox: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self.threads = threads
         ready = threading.Event()
@@ -51,6 +52,8 @@ class Worker:
         # Backward stays in this thread and on its stream: two shards that shared an engine
         # thread would wait for each other in a collective's backward.
         torch._C._set_multithreading_enabled(False)
+        if self.device.torch_device.index is not None:
+            torch.accelerator.set_device_index(self.device.torch_device.index)
         ready.set()
         while (job := self.inbox.get()) is not None:
             job()
@@ -85,7 +88,7 @@ class Pool:
             worker = None
         if worker is None:
             name = f"funcpar-{key[0]}-{device.rank}" + (f".{slot}" if slot else "")
-            worker = self.workers[key] = Worker(name, threads)
+            worker = self.workers[key] = Worker(name, device, threads)
         return worker
 
     def close(self, timeout: float) -> None:
