@@ -17,6 +17,7 @@ from compat._parallel_apply import parallel_apply
 from compat._replicas import Policy, run, told
 from compat._replicate import replicate
 from compat._scatter import scatter_kwargs
+from compat._state import add_prefix, with_versions
 from compat._wrappers import attribute_through
 
 T = TypeVar("T", bound=nn.Module)
@@ -140,10 +141,14 @@ class DataParallel(nn.DataParallel[T]):
     def __getattr__(self, name: str) -> Any:
         return attribute_through(self, name)
 
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Load a state dict of the wrapper or of the plain module; see nn.Module."""
+        return super().load_state_dict(with_versions(self, state_dict), *args, **kwargs)
+
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
-        _add_prefix(self, state_dict, prefix)
+        add_prefix(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def _call(
@@ -155,7 +160,8 @@ class DataParallel(nn.DataParallel[T]):
     ) -> Any:
         with torch.autograd.profiler.record_function("DataParallel.forward"):
             invoke = _invoking(method)
-            if not self.device_ids:
+            # A trace would take what the replicas compute for constants.
+            if not self.device_ids or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
                 return self._alone(invoke, inputs, kwargs, given)
             # A shard has one device, and by the law one is as good as any number.
             ids = self.device_ids[:1] if is_in_shard() else self.device_ids
@@ -201,6 +207,7 @@ class DataParallel(nn.DataParallel[T]):
             policy=self.buffer_policy,
             given=given,
             dim=self.dim,
+            weigh=True,
         )
         if not self._told.issuperset(names):
             self._told = self._told.union(names)
@@ -222,14 +229,15 @@ class DataParallel(nn.DataParallel[T]):
         return outputs[0]
 
     def _overrides(self, *names: str) -> bool:
-        """Tell whether a subclass or this object has its own way of doing one of these."""
+        """Tell whether a subclass, this object or a patch has another way of doing one of these."""
         cls = type(self)
-        return any(
-            name in self.__dict__ or getattr(cls, name) is not getattr(DataParallel, name) for name in names
-        )
+        return any(name in self.__dict__ or getattr(cls, name) is not _OWN_WAYS[name] for name in names)
 
 
 DataParallel.__module__ = "compat"  # The name that pickles hold.
+_OWN_WAYS = {
+    name: getattr(DataParallel, name) for name in ("scatter", "replicate", "parallel_apply", "gather")
+}
 
 
 def data_parallel(
@@ -270,24 +278,3 @@ def _invoking(method: str | None) -> Callable[..., Any]:
     if method is None:
         return lambda module, args, kwargs: module(*args, **kwargs)
     return lambda module, args, kwargs: getattr(module, method)(*args, **kwargs)
-
-
-def _add_prefix(wrapper: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
-    """Name the entries of a plain module's state dict, or of one wrapped more often, as the wrapper does."""
-    module: Any = wrapper._modules["module"]
-    expected = {f"module.{key}" for key in module.state_dict(keep_vars=True)}
-    by_core = {_core(name): name for name in expected}
-    for full in [key for key in state_dict if key.startswith(prefix)]:
-        key = full[len(prefix) :]
-        if key in expected:
-            continue
-        # What belongs to a wrapper further down is named there.
-        name = by_core.get(_core(key), key if key.startswith("module.") else f"module.{key}")
-        if name != key:
-            state_dict[prefix + name] = state_dict.pop(full)
-
-
-def _core(name: str) -> str:
-    while name.startswith("module."):
-        name = name.removeprefix("module.")
-    return name

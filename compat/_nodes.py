@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 import funcpar as fp
+from compat._hidden import find, loses_gradient
 
 ATOMS = frozenset(
     (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, Tensor,
@@ -133,6 +134,36 @@ class _Place:
         self.index = index
 
 
+class _Sealed:
+    """A packed sequence without its data. No dataclass either."""
+
+    __slots__ = ("index", "rest")
+
+    def __init__(self, index: int, rest: tuple[Any, ...]) -> None:
+        self.index, self.rest = index, rest
+
+
+def without_packed(value: Any) -> tuple[Any, list[Tensor]]:
+    """Return a tree in which marks stand for packed sequences, and the data of those."""
+    found: list[Tensor] = []
+
+    def seal(leaf: Any) -> Any:
+        if not isinstance(leaf, PackedSequence):
+            return leaf
+        found.append(leaf.data)
+        return _Sealed(len(found) - 1, leaf[1:])
+
+    return rebuilt(value, seal), found
+
+
+def with_packed(value: Any, data: list[Tensor]) -> Any:
+    """Put packed sequences back in the places of the marks."""
+    return rebuilt(
+        value,
+        lambda leaf: PackedSequence(data[leaf.index], *leaf.rest) if isinstance(leaf, _Sealed) else leaf,
+    )
+
+
 def take_apart(value: Any, call: str) -> tuple[list[Tensor], Any]:
     """Return the tensors of a tree, and the tree with a mark in the place of each.
 
@@ -167,12 +198,8 @@ def put_together(skeleton: Any, tensors: list[Tensor]) -> Any:
 
 
 def hidden_gradient(leaf: Any) -> str | None:
-    """Return the attribute of an object, no container, that is a tensor with a gradient."""
-    attributes = getattr(leaf, "__dict__", None)
-    if type(leaf) in ATOMS or isinstance(leaf, nn.Module | type) or not isinstance(attributes, dict):
-        return None
-    found = (name for name, v in attributes.items() if isinstance(v, Tensor) and v.requires_grad)
-    return next(found, None)
+    """Return the code that reaches a tensor with a gradient below an object that is no container."""
+    return None if type(leaf) in ATOMS or isinstance(leaf, type) else find(leaf, loses_gradient)
 
 
 def _refuse_hidden(leaf: Any, call: str) -> None:
@@ -180,7 +207,7 @@ def _refuse_hidden(leaf: Any, call: str) -> None:
     if name is not None:
         kind = type(leaf).__name__
         raise TypeError(
-            f"{call}: a replica returned a {kind}, whose tensor .{name} would lose its gradient.\n"
+            f"{call}: a replica returned a {kind}, whose tensor {name or 'inside'} would lose its gradient.\n"
             f"Return its tensors in a tuple, dict or dataclass, or register {kind} with "
             f"torch.utils._pytree.register_pytree_node."
         )

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 import funcpar as fp
-from compat._nodes import leaves_of, put_together, rebuilt, take_apart
-from compat._watch import Watch, Writes
+from compat._nodes import leaves_of, put_together, rebuilt, take_apart, with_packed, without_packed
+from compat._watch import Watch
 from compat._wrappers import without_wrappers
+from compat._writes import Writes
 
 Policy: TypeAlias = Literal["first", "mean"]
 Shards: TypeAlias = Sequence[tuple[tuple[Any, ...], Mapping[str, Any]]]
@@ -38,11 +40,13 @@ class Subject:
         module: The module itself.
         given: Tensors in place of its own, by name.
         ranks: The shards that run a replica of it.
+        replaced: The buffers that the first replica made anew.
     """
 
     module: nn.Module
     given: Mapping[str, Tensor] = field(default_factory=dict)
     ranks: list[int] = field(default_factory=list)
+    replaced: set[str] = field(default_factory=set)
     apply: Callable[..., Any] = field(init=False)
     params: dict[str, Tensor] = field(init=False)
     buffers: dict[str, Tensor] = field(init=False)
@@ -73,6 +77,7 @@ def run(
     policy: Policy = "first",
     given: Mapping[str, Tensor] | None = None,
     dim: int = 0,
+    weigh: bool = False,
 ) -> tuple[list[Any], list[str]]:
     """Call each function or module on its arguments, shard i on devices[i], all at once.
 
@@ -88,56 +93,70 @@ def run(
         policy: Whose buffers are kept.
         given: Tensors in place of the modules' own, by name; then nothing is kept.
         dim: The dimension of rows, which weight a mean.
+        weigh: Whether rows weight the means that forward takes with fp.pmean too.
 
     Returns:
         The outputs, and what was written and is not all kept.
     """
-    subjects: dict[int, Subject] = {}
     bound = [_module_of(fun) for fun in funs]
-    funs = [module for module, _ in bound]
-    for rank, fun in enumerate(funs):
-        if isinstance(fun, nn.Module):
-            if id(fun) not in subjects:
-                subjects[id(fun)] = Subject(fun, {f"module.{k}": v for k, v in (given or {}).items()})
-            subjects[id(fun)].ranks.append(rank)
+    subjects = _subjects_of([fun for fun, _ in bound], given or {})
     answers: list[Any] = [None] * len(funs)
 
     def body_of(rank: int) -> Callable[..., list[Tensor]]:
-        fun, subject = funs[rank], subjects.get(id(funs[rank]))
-        call_it = invoke or bound[rank][1]
+        fun, call_it = bound[rank]
+        subject = subjects.get(id(fun))
 
-        def body(params: Any, buffers: Any, args: Any, kwargs: Any) -> list[Tensor]:
-            args, kwargs = _writable(args), _writable(kwargs)
+        def body(params: Any, buffers: Any, arguments: Any, packed: list[Tensor]) -> list[Tensor]:
+            args, kwargs = with_packed(_writable(arguments), _writable(packed))
             if subject is None:
                 tensors, skeleton = take_apart((fun(*args, **kwargs), None), call)
                 answers[rank] = _Answer(skeleton, {})
                 return tensors
-            keeps_writes = rank == subject.ranks[0]
-            out, new = subject.apply(params, buffers, _watched, call_it, args, kwargs, keeps_writes)
+            is_first = rank == subject.ranks[0]
+            watched = partial(_watched, subject, invoke or call_it, is_first)
+            out, new = subject.apply(params, buffers, watched, args, kwargs)
             tensors, skeleton = take_apart(out, call)
-            wanted = new if policy == "mean" or rank == subject.ranks[0] else {}
-            answers[rank] = _Answer(skeleton, {k: t.detach() for k, t in _changed(buffers, wanted).items()})
+            answers[rank] = _Answer(skeleton, _changed(buffers, new if policy == "mean" or is_first else {}))
             return tensors
 
         return body
 
-    inputs = []
-    for fun, (args, kwargs) in zip(funs, shards, strict=True):
-        subject = subjects.get(id(fun))
-        own = (subject.params, subject.buffers) if subject else ({}, {})
-        inputs.append((*own, args, kwargs))
-    found = fp.parallel_call([body_of(rank) for rank in range(len(funs))], inputs, devices=list(devices))
+    inputs = [
+        (*_own_tensors(subjects.get(id(fun))), *without_packed(shard))
+        for (fun, _), shard in zip(bound, shards, strict=True)
+    ]
+    rows = [rows_of(shard, dim) for shard in shards]
+    weights = rows if weigh and any(rows) else None
+    bodies = [body_of(rank) for rank in range(len(funs))]
+    found = fp.parallel_call(bodies, inputs, devices=list(devices), weights=weights)
     whole = [put_together(answer.skeleton, t) for answer, t in zip(answers, found, strict=True)]
     names: list[str] = []
-    if not given:
-        rows = [rows_of(shard, dim) for shard in shards]
-        for subject in subjects.values():
-            _keep_buffers(subject, [answers[rank].buffers for rank in subject.ranks],
-                          [rows[rank] for rank in subject.ranks], policy)  # fmt: skip
-            writes: Writes = whole[subject.ranks[0]][1]
-            writes.put_on(subject.module)
-            names += writes.names(lost_alone=len(subject.ranks) == 1)
-    return [out for out, _ in whole], names
+    for subject in () if given else subjects.values():
+        changes = [answers[rank].buffers for rank in subject.ranks]
+        _keep_buffers(subject, changes, [rows[rank] for rank in subject.ranks], policy)
+        names += _keep_writes([whole[rank][1] for rank in subject.ranks])
+    return [out for out, _ in whole], list(dict.fromkeys(names))
+
+
+def _subjects_of(funs: Sequence[Callable[..., Any]], given: Mapping[str, Tensor]) -> dict[int, Subject]:
+    """Return the modules among the functions, by id, each with its shards."""
+    subjects: dict[int, Subject] = {}
+    for rank, fun in enumerate(funs):
+        if isinstance(fun, nn.Module):
+            if id(fun) not in subjects:
+                subjects[id(fun)] = Subject(fun, {f"module.{k}": v for k, v in given.items()})
+            subjects[id(fun)].ranks.append(rank)
+    return subjects
+
+
+def _own_tensors(subject: Subject | None) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
+    return ({}, {}) if subject is None else (subject.params, subject.buffers)
+
+
+def _keep_writes(writes: Sequence[Writes]) -> list[str]:
+    """Put what the first replica of a module wrote on it; return the names that are not all kept."""
+    writes[0].put_on_originals()
+    return writes[0].lost if len(writes) == 1 else [name for one in writes for name in (*one.kept, *one.lost)]
 
 
 def rows_of(shard: tuple[Any, Any], dim: int) -> int:
@@ -163,16 +182,26 @@ def _module_of(fun: Callable[..., Any]) -> tuple[Callable[..., Any], Callable[..
 
 
 def _watched(
-    replica: nn.Module,
+    subject: Subject,
     invoke: Callable[..., Any],
+    keeps_writes: bool,
+    replica: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    keeps_writes: bool,
 ) -> Any:
-    watch = Watch(replica)
+    if subject.given:
+        return invoke(replica, args, kwargs), None
+    for param in replica.parameters():
+        if not isinstance(param, nn.Parameter):
+            param._is_param = True  # What stands for a parameter may be assigned as one.
+    watch = Watch(replica, subject.module, len(subject.ranks) == 1)
+    before = dict(replica.named_buffers())
     out = invoke(replica, args, kwargs)
     writes = watch.writes()
-    return out, writes if keeps_writes else None
+    if keeps_writes:
+        now = replica.named_buffers()
+        subject.replaced = {f"module.{name}" for name, buffer in now if before.get(name) is not buffer}
+    return out, writes if keeps_writes else Writes(lost=[*writes.kept, *writes.lost])
 
 
 def _writable(tree: Any) -> Any:
@@ -191,7 +220,7 @@ def _own(leaf: Any) -> Any:
 
 def _changed(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the buffers that changed: a needless write would invalidate graphs that hold the old value."""
-    return {name: new for name, new in after.items() if not _same(before[name], new)}
+    return {name: new.detach() for name, new in after.items() if not _same(before[name], new)}
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
@@ -216,7 +245,7 @@ def _keep_buffers(
     with torch.no_grad():
         for name, new in kept.items():
             old = subject.buffers[name]
-            if old.shape == new.shape and old.dtype == new.dtype:
+            if name not in subject.replaced and old.shape == new.shape and old.dtype == new.dtype:
                 old.copy_(new)
             else:
                 owner, _, key = name.removeprefix("module.").rpartition(".")

@@ -15,7 +15,7 @@ from funcpar import tree
 from funcpar._binding import Argument
 from funcpar._devices import Device
 from funcpar._split import Split, cut, place
-from funcpar._staging import Shards
+from funcpar._staging import Shards, as_tree
 
 _SCALARS = (
     numbers.Number, str, bytes, type(None), enum.Enum, torch.dtype, torch.device, torch.layout,
@@ -51,6 +51,8 @@ class InAxes:
                 found, spec, own = [argument.value], _LEAF_SPEC, _NOT_SPLIT
             else:
                 found, spec = tree.flatten(argument.value)
+                if any(isinstance(leaf, Shards) for leaf in found):
+                    found, spec = tree.flatten(tree.unflatten(spec, [as_tree(leaf) for leaf in found]))
                 own = self._axes_of(argument, found, spec)
             leaves += found
             axes += own
@@ -110,10 +112,10 @@ class InAxes:
         if isinstance(spec, dict):
             spec = spec.get(argument.parameter, "auto")
         elif isinstance(spec, list | tuple):
-            if argument.position >= len(spec):
+            if argument.position is None or argument.position >= len(spec):
                 raise ValueError(
                     f"{self.call}: in_axes has {len(spec)} entries, and the call gives {argument.root}, "
-                    f"which is argument {argument.position + 1}.\n"
+                    f"which has none.\n"
                     f"Give in_axes one entry per argument, or a dict by parameter name."
                 )
             spec = spec[argument.position]
@@ -230,7 +232,7 @@ class InAxes:
 
 def _automatic(argument: Argument) -> int | None:
     """The first parameter is replicated, every other one split along dimension 0."""
-    return None if argument.position == 0 else 0
+    return None if argument.is_first else 0
 
 
 _DIVISIBLE = (torch.strided, torch.sparse_coo)

@@ -14,13 +14,23 @@ from funcpar import tree
 
 @dataclass(slots=True)
 class Argument:
-    """One argument of a call: its name for messages, which parameter it is, its value."""
+    """One argument of a call.
+
+    Attributes:
+        root: What the user knows it as, in messages.
+        parameter: The parameter that takes it.
+        position: Its place among the positional arguments, None if it has none.
+        value: The value.
+        keyword: The name it is passed on by, None if by position.
+        is_first: Whether it is what the function takes first.
+    """
 
     root: str
     parameter: str
-    position: int
+    position: int | None
     value: Any
     keyword: str | None = None
+    is_first: bool = False
 
 
 class Binder:
@@ -44,20 +54,21 @@ class Binder:
             TypeError: The function cannot be called so; the text is Python's.
         """
         if self.signature is None:
-            named = [Argument(f"args[{k}]", f"args[{k}]", k, value) for k, value in enumerate(args)]
-            return named + [
-                Argument(key, key, len(args) + k, value, key) for k, (key, value) in enumerate(kwargs.items())
+            named = [
+                Argument(f"args[{k}]", f"args[{k}]", k, value, is_first=k == 0)
+                for k, value in enumerate(args)
             ]
+            return named + [Argument(key, key, None, value, key) for key, value in kwargs.items()]
         if self.simple and not kwargs and len(args) <= len(self.parameters):
             required = [p for p in self.parameters[len(args) :] if p.default is p.empty]
             if not required:
                 return [
-                    Argument(p.name, p.name, k, value)
+                    Argument(p.name, p.name, k, value, is_first=k == 0)
                     for k, (p, value) in enumerate(zip(self.parameters, args, strict=False))
                 ]
-        return self._bind(self.signature.bind(*args, **kwargs).arguments)
+        return self._bind(self.signature.bind(*args, **kwargs).arguments, kwargs)
 
-    def _bind(self, bound: dict[str, Any]) -> list[Argument]:
+    def _bind(self, bound: dict[str, Any], kwargs: dict[str, Any]) -> list[Argument]:
         found: list[Argument] = []
         gap = False  # After a parameter that was left out, the rest must go by name.
         for k, p in enumerate(self.parameters):
@@ -65,16 +76,21 @@ class Binder:
                 gap = True
             elif p.kind is p.VAR_POSITIONAL:
                 found += [
-                    Argument(f"{p.name}[{j}]", p.name, k + j, value) for j, value in enumerate(bound[p.name])
+                    Argument(f"{p.name}[{j}]", p.name, k + j, value, is_first=k + j == 0)
+                    for j, value in enumerate(bound[p.name])
                 ]
             elif p.kind is p.VAR_KEYWORD:
                 found += [
-                    Argument(key, key, k + j, value, key)
+                    Argument(key, key, None, value, key, is_first=k + j == 0)
                     for j, (key, value) in enumerate(bound[p.name].items())
                 ]
             else:
-                by_name = p.kind is p.KEYWORD_ONLY or (gap and p.kind is not p.POSITIONAL_ONLY)
-                found.append(Argument(p.name, p.name, k, bound[p.name], p.name if by_name else None))
+                # What was given by name is passed on by name: the signature may be that of a function
+                # under a wrapper that takes its arguments in another order.
+                by_name = p.name in kwargs or (gap and p.kind is not p.POSITIONAL_ONLY)
+                position = None if p.kind is p.KEYWORD_ONLY else k
+                keyword = p.name if by_name else None
+                found.append(Argument(p.name, p.name, position, bound[p.name], keyword, is_first=k == 0))
         return found
 
 

@@ -90,7 +90,11 @@ def pmean(x: Any, axis_name: Hashable = None, *, axis_index_groups: IndexGroups 
             leaf = leaf.to(torch.get_default_dtype())
         part = _share(shard, as_groups("pmean", axis_index_groups, shard.group.size))
         # A shard that does not count may hold 0/0.
-        return torch.zeros_like(leaf) if part == 0.0 else leaf * torch.tensor(part, dtype=leaf.real.dtype)
+        return (
+            torch.zeros_like(leaf)
+            if part == 0.0
+            else leaf * torch.tensor(part, dtype=leaf.real.dtype, device=leaf.device)
+        )
 
     for axis in over_axes(axis_name):
         x = communicate(

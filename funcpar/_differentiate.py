@@ -27,13 +27,20 @@ def by_autograd(
         # What the function passes through is the argument, not its stand-in.
         passed = {id(stand): leaf for stand, leaf in zip(stands, leaves, strict=True)}
         aux = tree.map(lambda leaf: passed.get(id(leaf), leaf), aux)
-        joined = joined or (outer and value.requires_grad and bool(closed_over([value], stands)))
+        joined = joined or (
+            outer
+            and bool(closed_over([value, *(leaf for leaf in tree.leaves(aux) if _has_graph(leaf))], stands))
+        )
         grads = _backward(value, stands, seed, tokens, joined)
     if joined:
         keep(tokens)
         return value, aux, grads
     known = set(map(id, leaves))
-    return value.detach(), tree.map(lambda leaf: leaf if id(leaf) in known else _detached(leaf), aux), grads
+    return (
+        value.detach().clone(),
+        tree.map(lambda leaf: leaf if id(leaf) in known else _detached(leaf), aux),
+        grads,
+    )
 
 
 def _backward(
@@ -93,6 +100,10 @@ def _recorded_graph() -> Iterator[None]:
     """Record a graph, whatever the caller's mode."""
     with torch.inference_mode(False), torch.enable_grad():
         yield
+
+
+def _has_graph(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.requires_grad
 
 
 def recordable(leaf: Any) -> Any:

@@ -70,11 +70,16 @@ def complete(outs: Sequence[Tensor], tokens: Sequence[Gradient]) -> list[Tensor]
     if not tokens:
         return []
     shard = next(shard for shard in live() if shard.group.size > 1)
-    nodes, _ = reach(outs)
-    mine = frozenset(k for k, token in enumerate(tokens) if token is not None and token.grad_fn in nodes)
-    brought = shard.group.exchange(shard.rank, Call("backward", None, call_site()), mine, limited=False)
-    missing = sorted(frozenset().union(*brought) - mine)
-    return [token for k in missing if (token := tokens[k]) is not None]
+    started: frozenset[int] = frozenset()
+    while True:
+        # What is added reaches exchanges of its own, which others may lack, until all agree.
+        added = [token for k in sorted(started) if (token := tokens[k]) is not None]
+        nodes, _ = reach([*outs, *added])
+        mine = frozenset(k for k, token in enumerate(tokens) if token is not None and token.grad_fn in nodes)
+        brought = shard.group.exchange(shard.rank, Call("backward", None, call_site()), mine, limited=False)
+        if all(theirs == mine for theirs in brought):
+            return added
+        started |= frozenset().union(*brought) - mine
 
 
 def carry_out(request: Request, wanted: Map, leaves: list[Tensor]) -> list[Tensor]:

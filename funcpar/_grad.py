@@ -164,6 +164,10 @@ class GradientFunction:
                     f"Give argnums the position of an argument that is passed."
                 )
             slots.append(names[position])
+        if len(set(slots)) < len(slots):
+            raise ValueError(
+                f"{self.call}: argnums={self.argnums} names one argument twice.\nName each argument once."
+            )
         return slots
 
     def _split(self, answer: Any) -> tuple[Tensor, Any]:

@@ -47,7 +47,7 @@ class Merge:
         ``gradients`` says which leaves are gradients that the function took of its own rows.
         """
         if spec == "shards":
-            return Shards(outs, self.split.devices, self.split.rows)
+            return Shards([tree.map(self._own, out) for out in outs], self.split.devices, self.split.rows)
         if type(spec) in (list, tuple, dict) and "shards" in tree.leaves(spec):
             return self._by_child(spec, outs, gradients, root)
         leaves, structure = tree.flatten(outs[0])
@@ -142,12 +142,17 @@ class Merge:
         return None
 
     def _follows_rows(self, column: Sequence[Tensor]) -> bool:
-        if self.split.rows is None or any(leaf.dim() == 0 for leaf in column):
+        rows = self.split.rows
+        if rows is None or any(leaf.dim() == 0 for leaf in column):
             return False
+        axes = {axis for axis in self.split.axes if axis is not None}
+        for axis in axes if 0 not in axes else ():
+            if all(leaf.dim() > axis and leaf.shape[axis] == n for leaf, n in zip(column, rows, strict=True)):
+                return False  # The rows may as well be where they were split.
         sizes = [leaf.shape[0] for leaf in column]
-        total = sum(self.split.rows)
+        total = sum(rows)
         factor = sum(sizes) // total if total else 1
-        return factor > 0 and sizes == [factor * n for n in self.split.rows]
+        return factor > 0 and sizes == [factor * n for n in rows]
 
     def _joined(self, dim: int, column: list[Any], path: str) -> Any:
         self._tensors(column, path, f"out_axes={dim}", alike=False)

@@ -85,7 +85,7 @@ def _as_tensor(name: str, leaf: Any, path: str) -> Tensor:
             f"Give a tree of tensors and numbers; None leaves are passed over."
         )
     kind = {bool: torch.bool, int: torch.int64, complex: torch.complex128}.get(type(leaf), torch.float64)
-    return torch.tensor(leaf, dtype=kind)
+    return torch.tensor(leaf, dtype=kind, device="cpu")
 
 
 def as_groups(name: str, groups: Sequence[Sequence[int]] | None, size: int, even: bool = False) -> Groups:

@@ -51,7 +51,7 @@ class Shards:
     __slots__ = ("devices", "parts", "rows")
 
     def __init__(
-        self, parts: Sequence[Any], devices: Sequence[Device], rows: Sequence[int] | None = None
+        self, parts: Sequence[Any], devices: Sequence[Device], rows: Sequence[int | None] | None = None
     ) -> None:
         if not parts or len(parts) != len(devices):
             raise ValueError(
@@ -95,6 +95,20 @@ class Shards:
             for n, device in zip(self.rows, self.devices, strict=True)
         )
         return f"Shards({shown})"
+
+
+def as_tree(leaf: Any) -> Any:
+    """Return Shards of trees as a tree of Shards, where the trees have one structure."""
+    if not isinstance(leaf, Shards) or isinstance(leaf.parts[0], Tensor):
+        return leaf
+    leaves, spec = tree.flatten(leaf.parts[0])
+    try:
+        rows = [leaves, *(tree.flatten_like(spec, part, "part") for part in leaf.parts[1:])]
+    except ValueError:
+        return leaf
+    return tree.unflatten(
+        spec, [Shards(column, leaf.devices, leaf.rows) for column in zip(*rows, strict=True)]
+    )
 
 
 def _rows(part: Any) -> int | None:

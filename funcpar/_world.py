@@ -24,7 +24,7 @@ class World:
     """The thread-local state of the thread that makes it, to be entered by others."""
 
     __slots__ = (
-        "autocast", "autocast_cache", "dispatch_modes", "forward_ad", "function_modes", "grad",
+        "autocast", "dispatch_modes", "forward_ad", "function_modes", "grad",
         "hooks", "hooks_disabled", "inference", "levels",
     )  # fmt: skip
 
@@ -33,7 +33,6 @@ class World:
         self.inference = torch.is_inference_mode_enabled()
         self.forward_ad = torch._C._is_fwd_grad_enabled()
         self.autocast = _autocast_states()
-        self.autocast_cache = torch.is_autocast_cache_enabled()
         self.hooks = _saved_tensor_hooks()
         self.hooks_disabled = _autograd._saved_tensors_hooks_get_disabled_error_message()
         self.function_modes = [
@@ -55,8 +54,8 @@ class World:
         torch._C._set_grad_enabled(self.grad)
         torch._C._set_fwd_grad_enabled(self.forward_ad)
         _set_autocast(self.autocast)
-        torch.set_autocast_cache_enabled(self.autocast_cache)
-        torch.autocast_increment_nesting()
+        # Its cache is one for the process: a cast that one shard's graph made would serve another's.
+        torch.set_autocast_cache_enabled(False)
         if self.hooks is not None:
             _autograd._push_saved_tensors_default_hooks(*self.hooks)
         if self.hooks_disabled is not None:
@@ -80,10 +79,6 @@ class World:
             _autograd._saved_tensors_hooks_enable()
         while _autograd._top_saved_tensors_default_hooks(False) is not None:
             _autograd._pop_saved_tensors_default_hooks()
-        if torch.autocast_decrement_nesting() == 0 and torch._C._is_any_autocast_enabled():
-            # The cache is one for the process, and what this shard cast is never asked for again
-            # (its leaves are made for each call): it would stay until the caller's autocast ends.
-            torch.clear_autocast_cache()
         torch.set_autocast_cache_enabled(True)
         _set_autocast(_DEFAULTS)
         if inference is not None:

@@ -66,7 +66,7 @@ def test_quick_run_writes_every_key(tmp_path):
     assert result["compat"].keys() == {"model", "devices", "compat_s", "pmap_s", "ratio", "ratio_of_work"}
     assert result["compat"]["ratio"] > 0
     assert "| ResNet-18, 3x64x64, batch 32, norms in eval |" in done.stdout
-    assert "| 64 MB          |" in done.stdout
+    assert "| 64 MB " in done.stdout
     assert "| pmap(value_and_grad(loss)) |" in done.stdout
     assert "| nothing  |     10 |" in done.stdout
 

@@ -42,7 +42,6 @@ def state() -> dict[str, Any]:
         "grad": torch.is_grad_enabled(),
         "inference": torch.is_inference_mode_enabled(),
         "autocast": {k: (torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in ("cpu", "cuda")},
-        "cache": torch.is_autocast_cache_enabled(),
         "matmul": torch.mm(torch.ones(1, 1), torch.ones(1, 1)).dtype,
         "made": (torch.empty(0).dtype, torch.empty(0).device.type),
         "function modes": torch._C._len_torch_function_stack(),

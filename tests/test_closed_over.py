@@ -211,3 +211,15 @@ def test_a_gradient_that_closes_over_a_leaf_is_part_of_its_graph(devices):
     fun = lambda w, x: loss(w * u, x)
     found = torch.autograd.grad(fp.pmap(fp.grad(fun))(W, X).square().sum(), u)
     close(found, torch.autograd.grad(fp.grad(fun)(W, X).square().sum(), u))
+
+
+@pytest.mark.parametrize("repeat", range(10))
+def test_a_closed_over_module_is_cast_by_each_shard_for_itself_under_autocast(repeat):
+    module = torch.nn.Linear(3, 3)
+    x = torch.randn(8, 3)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = fp.pmap(lambda x: module(module(x).relu()), in_axes=0)(x)
+        expected = module(module(x).relu())
+    assert torch.equal(out, expected)
+    out.float().sum().backward()
+    assert module.weight.grad.isfinite().all()

@@ -89,7 +89,7 @@ OTHERS: dict[str, tuple[type[BaseException], str, Callable[[], Any]]] = {
     ),
     "in_axes_not_a_prefix": (
         ValueError,
-        r"in_axes has 1 entries, and the call gives b, which is argument 2",
+        r"in_axes has 1 entries, and the call gives b, which has none",
         lambda: fp.pmap(lambda a, b: a, in_axes=(0,))(FOUR, FOUR),
     ),
     "out_axes_not_a_prefix": (

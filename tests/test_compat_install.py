@@ -170,3 +170,45 @@ def test_the_command_says_what_is_missing(arguments, message, capsys, monkeypatc
     with pytest.raises(SystemExit, match=r"2"):
         main()
     assert message in capsys.readouterr().err
+
+
+PROGRAM = """
+    import atexit, pickle, sys
+    from pathlib import Path
+
+    class Local:
+        pass
+
+    def last():
+        print(type(pickle.loads(pickle.dumps(Local()))) is Local, sys.modules["__main__"].Local is Local)
+
+    atexit.register(last)
+    print(Path(__file__).is_absolute(), Path(__file__).name, __name__, sys.path[0], sys.argv[1:])
+"""
+
+
+def test_a_program_finds_the_world_as_under_plain_python(tmp_path):
+    package = tmp_path / "pkg"
+    package.mkdir()
+    for name, text in (("__init__", ""), ("__main__", PROGRAM), ("a", PROGRAM)):
+        (package / f"{name}.py").write_text(textwrap.dedent(text))
+    for arguments, name in (
+        (["-m", "pkg.a", "--x", "1", "--", "y"], "a.py"),
+        (["-mpkg.a", "1", "2"], "a.py"),
+        (["--devices", "2", "-m", "pkg", "-m", "x"], "__main__.py"),
+        (["--devices=2", "pkg/a.py", "--devices", "3", "-mx"], "a.py"),
+        (["--", "pkg/a.py", "--", "-h"], "a.py"),
+    ):
+        after = next(k for k, one in enumerate(arguments) if "pkg" in one) + 1
+        path = package if "pkg/a.py" in arguments else tmp_path
+        out = run(*arguments, cwd=tmp_path)
+        assert out == [f"True {name} __main__ {path} {arguments[after:]}", "True True"]
+
+
+def test_a_module_that_is_not_there_is_named(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["compat", "-m", "no_such_module.at_all"])
+    try:
+        with pytest.raises(SystemExit, match=r"there is no module 'no_such_module\.at_all' to run"):
+            main()
+    finally:
+        compat.uninstall()

@@ -156,24 +156,6 @@ def test_an_attribute_that_hides_a_gradient_is_not_kept():
     assert module.found is None
 
 
-def test_another_name_for_a_submodule_is_told_as_lost():
-    class Choosing(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.heads = nn.ModuleList([nn.Linear(3, 2), nn.Linear(3, 2)]).double()
-            self.active = self.heads[0]
-
-        def forward(self, x):
-            self.active = self.heads[1]
-            return self.active(x)
-
-    module, x = Choosing(), rand(4, 3)
-    with pytest.warns(UserWarning, match=r"forward writes active on its module"):
-        assert_close(compat.DataParallel(module)(x), module.heads[1](x))
-    with pytest.warns(UserWarning, match=r"parallel_apply: forward writes active on its module"):
-        compat.parallel_apply([module, nn.Identity()], [x, x])
-
-
 @pytest.mark.parametrize("strict", [True, False])
 def test_a_state_dict_loads_with_or_without_the_prefix(strict):
     plain, other = mlp(), mlp()

@@ -232,3 +232,22 @@ def test_tied_weights_have_one_summed_gradient(devices):
     module(X).square().mean().backward()
     close(grads, {name: p.grad for name, p in module.named_parameters()})
     assert sorted(grads) == ["inner.bias", "inner.weight", "outer.bias"]
+
+
+def test_an_argument_is_named_once_in_argnums():
+    with pytest.raises(ValueError, match=r"argnums=\(0, -2\) names one argument twice\.\nName each"):
+        fp.grad(lambda w, x: (w * x).sum(), argnums=(0, -2))(torch.ones(2), torch.ones(2))
+
+
+def test_aux_that_depends_on_a_tensor_outside_keeps_its_graph():
+    p = torch.tensor(1.0, requires_grad=True)
+    (_, aux), _ = fp.value_and_grad(lambda w: ((w**2).sum(), p * 3), has_aux=True)(torch.ones(2))
+    aux.backward()
+    assert p.grad == 3
+
+
+def test_a_value_that_is_an_entry_of_an_argument_has_memory_of_its_own():
+    w = torch.tensor([2.0, 3.0])
+    value, _ = fp.value_and_grad(lambda w: w[0])(w)
+    value.add_(5)
+    assert w.tolist() == [2, 3]
