@@ -275,3 +275,18 @@ _TRANSPARENT = (
     *weakref.ProxyTypes, weakref.ref, tuple, frozenset, functools.partial,
     types.MethodType, types.BuiltinMethodType, types.FunctionType,
 )  # fmt: skip
+
+
+def refuse_globals(members: dict[int, Any]) -> None:
+    """Refuse a forward that reads its own module tree through a global variable: it would miss the shell."""
+    for kind in {type(member) for member in members.values() if isinstance(member, nn.Module)}:
+        forward = kind.forward
+        if not isinstance(forward, types.FunctionType) or kind.__module__.startswith("torch.nn."):
+            continue
+        for name in forward.__code__.co_names:
+            known = forward.__globals__.get(name)
+            if isinstance(known, nn.Module) and id(known) in members:
+                raise TypeError(
+                    f"functionalize: {kind.__qualname__}.forward reads the module through the global variable "
+                    f"{name!r}, which cannot be rebound.\nUse self instead."
+                )

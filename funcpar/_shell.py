@@ -1,6 +1,7 @@
 """Shells: shallow copies of a module tree that hold given tensors and share nothing a forward writes to."""
 
 import dataclasses
+import functools
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -11,7 +12,7 @@ from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor, mayb
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.nn.utils import parametrize
 
-from funcpar._rebind import Kept, SlotNamespace, rebind
+from funcpar._rebind import Kept, SlotNamespace, rebind, refuse_globals
 from funcpar._references import CONTAINERS, PLAIN, is_plain, slots_of
 
 _BASE = frozenset(nn.Module().__dict__)
@@ -246,6 +247,9 @@ class _Builder:
             if key == "_compiled_call_impl":
                 # What Module.compile() made is bound to the original; the shell runs eagerly.
                 del own[key]
+            elif isinstance(getattr(type(module), key, None), functools.cached_property):
+                # It is computed again, from what the shell holds: the kept value may be of old parameters.
+                del own[key]
             elif kind in CONTAINERS and is_plain(value):
                 self.members[id(value)] = own[key] = value.copy()
             else:
@@ -270,6 +274,7 @@ def make_shell(
             for own, key, value, prefix in builder.pending
         ]
         shared = rebind(kept, builder.members)
+    refuse_globals(builder.members)
     if parametrize._cache_enabled and any(
         isinstance(m, parametrize.ParametrizationList) for m in shell.modules()
     ):

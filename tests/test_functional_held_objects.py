@@ -14,6 +14,7 @@ import torch
 from module_zoo import mlp
 from torch import Tensor, nn
 
+import funcpar as fp
 from funcpar._functional import functionalize, functionalize_with_buffers
 
 
@@ -174,3 +175,45 @@ def test_a_write_to_a_tensor_that_calls_share_is_refused(inside: Callable[[Tenso
     with pytest.raises(ValueError, match=r"apply\(params, buffers\): the forward wrote to model\.holder"):
         apply2(params, buffers, torch.ones(1), reach)
     assert apply(params, torch.ones(1), lambda holder: module.held) is None
+
+
+class ReadsGlobal(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x):
+        return GLOBAL.linear(x)
+
+
+GLOBAL = ReadsGlobal()
+
+
+def test_a_forward_that_reads_its_module_through_a_global_is_refused():
+    apply, params = functionalize(GLOBAL)
+    with pytest.raises(
+        TypeError, match=r"ReadsGlobal\.forward reads the module through the global variable 'GLOBAL'"
+    ):
+        apply(params, torch.ones(2, 3))
+
+
+class Caches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    @functools.cached_property
+    def transposed(self):
+        return self.linear.weight.t()
+
+    def forward(self, x):
+        return x @ self.transposed
+
+
+def test_a_cached_property_is_computed_from_the_given_parameters():
+    module = Caches()
+    module(torch.ones(2, 3))  # Fills the cache with the module's own.
+    apply, params = functionalize(module)
+    grads = fp.grad(lambda p: apply(p, torch.ones(2, 3)).sum())(params)
+    assert torch.equal(grads["linear.weight"], torch.full((3, 3), 2.0))
+    assert "transposed" in module.__dict__
