@@ -1,4 +1,4 @@
-"""Data parallelism for PyTorch that is a function: exact and fast, in one process.
+"""Data parallelism for PyTorch that is a function, with the numbers of one device on any number.
 
 >>> import torch, funcpar as fp
 >>> step = fp.pmap(fp.value_and_grad(lambda w, x: ((x @ w) ** 2).mean()))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from funcpar import tree
 from funcpar._exchange import complete, keep, recording
-from funcpar._graph import ROOT, Gradient, closed_over
+from funcpar._graph import ROOT, Gradient, closed_over, refuse_hidden
 from funcpar._world import in_dual_level
 
 
@@ -58,6 +58,8 @@ def _backward(
     grads: list[Gradient] = list(
         torch.autograd.grad(starts, ins, seeds, create_graph=joined, allow_unused=True)
     )
+    if any(grad is None for grad in grads):
+        refuse_hidden(starts)
     return grads[: len(stands)]
 
 

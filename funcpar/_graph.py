@@ -44,6 +44,19 @@ def closed_over(outs: Sequence[Tensor], ins: Sequence[Tensor]) -> list[Tensor]:
     return list({id(leaf): leaf for leaf in reach(outs, ins)[1] if id(leaf) not in mine}.values())
 
 
+def refuse_hidden(outs: Sequence[Tensor]) -> None:
+    """Refuse a graph in which something that looks unused may be used out of sight.
+
+    Raises:
+        RuntimeError: There is a reentrant checkpoint, whose own graph is made in backward only.
+    """
+    if any(node.name() == "CheckpointFunctionBackward" for node in reach(outs)[0]):
+        raise RuntimeError(
+            "a checkpoint with use_reentrant=True hides what its function depends on, so that its gradient "
+            "would be zero.\nCheckpoint with use_reentrant=False."
+        )
+
+
 def owned(grads: Sequence[Gradient]) -> list[bool]:
     """Tell for each gradient of a list whether only that list can see its memory."""
     if torch._C._functorch.peek_interpreter_stack() is not None:  # What is made here may be wrapped.

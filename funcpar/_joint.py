@@ -22,7 +22,7 @@ from torch import Tensor
 from funcpar._depends import check_closed_over, depended_on, sequence_number
 from funcpar._exchange import complete, recording
 from funcpar._frame import Frame
-from funcpar._graph import ROOT, Gradient, apply, owned
+from funcpar._graph import ROOT, Gradient, apply, owned, refuse_hidden
 from funcpar._group import Call, current
 from funcpar._reduce import add_up, reduce_share
 from funcpar._world import is_transformed
@@ -255,6 +255,8 @@ def _pull_piece(
         create_graph=create,
         allow_unused=True,
     )
+    if any(grad is None for grad in grads):
+        refuse_hidden([out for out, _ in pairs])
     for k, grad in zip(asked, grads, strict=False):
         which = piece.which[k]  # Twice the same where a function takes a tensor and closes over it.
         row[which] = grad if row[which] is None else add_up([row[which], grad])

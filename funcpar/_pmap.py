@@ -37,7 +37,8 @@ def pmap(
 
     The law: where the outputs of ``fun`` follow the rows of the batch, or are scalar means over
     them, ``pmap(fun)(params, batch) == fun(params, batch)``, and so are all its derivatives, on any
-    number of devices, for any number of rows. What cannot be merged so is refused.
+    number of devices, for any number of rows. What cannot be merged so is refused, as far as shapes
+    tell; :func:`check` finds the rest.
 
     N rows on D devices are cut into R = min(D, N // min_rows), at least 1, balanced shards, in
     order. Results are on the device of the first shard, own their storage, and wait for nobody.

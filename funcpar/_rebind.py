@@ -287,6 +287,6 @@ def refuse_globals(members: dict[int, Any]) -> None:
             known = forward.__globals__.get(name)
             if isinstance(known, nn.Module) and id(known) in members:
                 raise TypeError(
-                    f"functionalize: {kind.__qualname__}.forward reads the module through the global variable "
-                    f"{name!r}, which cannot be rebound.\nUse self instead."
+                    f"functionalize: {kind.__qualname__}.forward reads the module through the global "
+                    f"variable {name!r}, which cannot be rebound.\nUse self instead."
                 )

@@ -1,7 +1,7 @@
 """The caller's world: the thread-local state of torch that a shard must see as its caller does.
 
 A new thread inherits none of it. Captured once a call, entered in every worker, and left as the
-worker had it: grad mode, inference mode, autocast (per device type, with dtype and cache),
+worker had it: grad mode, inference mode, autocast (per device type, with dtype; its cache stays off),
 saved-tensor hooks, TorchFunction and TorchDispatch modes (the default device is one), forward-mode
 AD, and the levels of torch.func: a worker that has the caller's levels computes on the caller's
 wrapped tensors, closed-over ones included, as the caller's own thread would.

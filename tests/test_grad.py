@@ -6,6 +6,7 @@ import functools
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import funcpar as fp
 from tests.strategies import Pair, Record, random_tensor
@@ -251,3 +252,11 @@ def test_a_value_that_is_an_entry_of_an_argument_has_memory_of_its_own():
     value, _ = fp.value_and_grad(lambda w: w[0])(w)
     value.add_(5)
     assert w.tolist() == [2, 3]
+
+
+def test_a_reentrant_checkpoint_does_not_make_a_gradient_zero_in_silence():
+    w, x = (torch.ones(3, requires_grad=True) for _ in range(2))
+    hidden = lambda w, x: checkpoint(lambda x: torch.tanh(x * w), x, use_reentrant=True).sum()
+    for loss in (fp.grad(hidden), fp.pmap(fp.grad(hidden), out_axes="sum")):
+        with pytest.raises(RuntimeError, match=r"use_reentrant"):
+            loss(w, x)
