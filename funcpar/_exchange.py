@@ -26,7 +26,7 @@ from torch.autograd import forward_ad
 from funcpar._graph import ROOT, Gradient, apply, is_wrapped, reach
 from funcpar._group import Call, Shard, call_site, find, live
 from funcpar._maps import Extremum, Map, Sum
-from funcpar._pages import empty_like
+from funcpar._pages import Room, give_back, take
 from funcpar._request import Request
 from funcpar._world import differentiates_above, in_dual_level, in_torch_func
 
@@ -144,17 +144,26 @@ def _meet_in_place(
     outs = []
     columns = _here_too(zip(*(theirs[0] for theirs in brought), strict=True), shard)
     for column, room in zip(columns, rooms, strict=True):
-        if room is not None and isinstance(wanted, Sum):
-            wanted.fill(shard.rank, column, room)
-        outs.append(wanted.output(shard.rank, column) if room is None else room)
+        if room is None:
+            outs.append(wanted.output(shard.rank, column))
+        else:
+            assert isinstance(wanted, Sum)
+            wanted.fill(shard.rank, column, room.tensor)
+            outs.append(room.tensor)
     # Nobody goes on, and perhaps writes into what it brought, before all have read it.
     shard.group.exchange(shard.rank, call, None, limited=False)
     # To each shard a copy on write of the one sum: whoever writes gets its own. Making one changes
     # how the sum is kept, so one shard at a time.
     with brought[0][3]:
-        outs = [
-            out if room is None else torch._lazy_clone(room) for out, room in zip(outs, rooms, strict=True)
-        ]
+        outs = [out if room is None else room.copy() for out, room in zip(outs, rooms, strict=True)]
+        for room in rooms:
+            # The last to copy: before, someone else must not write there.
+            if (
+                room is not None
+                and isinstance(wanted, Sum)
+                and len(room.users) == len(wanted.group(shard.rank))
+            ):
+                give_back(room)
     return outs, any(theirs[1] for theirs in brought)
 
 
@@ -166,10 +175,10 @@ def _here_too(columns: Iterable[Sequence[Tensor]], shard: Shard) -> Iterable[Seq
     return [[value.to(device.torch_device, non_blocking=True) for value in column] for column in columns]
 
 
-def _room_for(leaf: Tensor) -> Tensor | None:
+def _room_for(leaf: Tensor) -> Room | None:
     """Return memory for a sum that the shards make together, or None where each makes its own."""
     alone = leaf.numel() < _SMALL or leaf.element_size() < 4 or leaf.layout is not torch.strided
-    return None if alone or not leaf.is_cpu else empty_like(leaf)
+    return None if alone or not leaf.is_cpu else take(leaf)
 
 
 def _directly(shard: Shard, request: Request, wanted: Map, leaves: list[Tensor]) -> list[Tensor]:

@@ -1,8 +1,8 @@
-"""Large results in large pages.
+"""Memory for large results.
 
 The first write to fresh memory costs a page fault per 4 KiB, which for tens of megabytes takes
-several times as long as the addition that fills them. Linux hands out pages of 2 MiB where it is
-asked to; elsewhere, and where it refuses, nothing changes.
+longer than the addition that fills them. So the last large result is used again once nobody has it
+any more, and fresh memory is asked for in large pages, which Linux hands out where it can.
 """
 
 from __future__ import annotations
@@ -10,13 +10,64 @@ from __future__ import annotations
 import ctypes
 import mmap
 import sys
+import weakref
 
 import torch
 from torch import Tensor
 
 _WORTH = 4 << 20  # Bytes.
+_MOST_KEPT = 128 << 20  # Bytes.
 _ADVICE = getattr(mmap, "MADV_HUGEPAGE", 0)
 _libc = ctypes.CDLL(None) if sys.platform == "linux" and _ADVICE else None
+
+
+class Room:
+    """Memory for one result that several shards get as copies on write.
+
+    Attributes:
+        tensor: The memory.
+        users: Weak references to the copies.
+    """
+
+    __slots__ = ("tensor", "users")
+
+    def __init__(self, like: Tensor) -> None:
+        self.tensor = empty_like(like)
+        self.users: list[weakref.ref[Tensor]] = []
+
+    def copy(self) -> Tensor:
+        """Return a copy on write; one thread at a time."""
+        clone = torch._lazy_clone(self.tensor)
+        self.users.append(weakref.ref(clone))
+        return clone
+
+
+_spare: list[Room] = []
+
+
+def take(like: Tensor) -> Room:
+    """Return contiguous memory of a tensor's shape and dtype: the spare one if it fits and is free."""
+    try:
+        room = _spare.pop()
+    except IndexError:
+        return Room(like)
+    tensor = room.tensor
+    if (
+        tensor.shape != like.shape
+        or tensor.dtype != like.dtype
+        or any(user() is not None for user in room.users)
+    ):
+        return Room(like)
+    # A copy that only the graph of some backward still has makes this a copy, not an error.
+    tensor.data_ptr()
+    room.users.clear()
+    return room
+
+
+def give_back(room: Room) -> None:
+    """Keep large memory as the spare one."""
+    if _WORTH <= room.tensor.numel() * room.tensor.element_size() <= _MOST_KEPT:
+        _spare[:] = [room]
 
 
 def empty_like(tensor: Tensor) -> Tensor:
