@@ -52,7 +52,7 @@ def gpt2() -> Case:
     package = pytest.importorskip("transformers")
     config = package.GPT2Config(
         vocab_size=100, n_embd=48, n_layer=2, n_head=4, n_positions=32, bos_token_id=0, eos_token_id=0,
-        resid_pdrop=0, embd_pdrop=0, attn_pdrop=0,
+        resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, use_cache=False,
     )  # fmt: skip
     return (
         package.GPT2LMHeadModel(config),
