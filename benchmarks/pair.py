@@ -32,7 +32,7 @@ def main(parts: list[str]) -> None:
         ratio = statistics.median(mapped / plain for mapped, plain in pairs)
         faults = {name: round(statistics.median(values)) for name, values in rounds.faults.items()}
         load = statistics.median(rounds.loads)
-        print(f"{part}: {devices} devices, pmap over ideal {ratio:.2f}, page faults {faults}, load {load:.0%}")
+        print(f"{part}: {devices} devices, over ideal {ratio:.2f}, page faults {faults}, load {load:.0%}")
 
 
 if __name__ == "__main__":
