@@ -10,6 +10,7 @@ from torch import Tensor
 
 from funcpar import tree
 from funcpar._fused import is_pmapped
+from funcpar._graph import is_smooth
 
 # How far a leaf may be off, in units of its dtype's rounding, relative to its largest entry.
 _ROUNDINGS = 1e4
@@ -86,7 +87,7 @@ def _difference(found: Any, plain: Any) -> str:
     if found.shape != plain.shape or found.dtype != plain.dtype:
         return f"mapped {found.dtype} {list(found.shape)}  plain {plain.dtype} {list(plain.shape)}"
     found, plain = found.detach().to_dense(), plain.detach().to_dense()
-    if not (plain.is_floating_point() or plain.is_complex()):
+    if not is_smooth(plain):
         wrong = int((found != plain).sum())
         return f"{wrong} of {plain.numel()} entries differ" if wrong else ""
     wide = torch.complex128 if plain.is_complex() else torch.float64

@@ -13,11 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from funcpar._graph import is_smooth
 from funcpar._group import Shard, find
 from funcpar._maps import Extremum, Sum
-from funcpar._operand import as_groups, communicate, over_axes, summable
-
-IndexGroups = Sequence[Sequence[int]] | None
+from funcpar._operand import IndexGroups, as_groups, communicate, over_axes, summable
 
 
 def psum(x: Any, axis_name: Hashable = None, *, axis_index_groups: IndexGroups = None) -> Any:
@@ -86,7 +85,7 @@ def pmean(x: Any, axis_name: Hashable = None, *, axis_index_groups: IndexGroups 
     """
 
     def share(leaf: Tensor, shard: Shard) -> Tensor:
-        if not (leaf.is_floating_point() or leaf.is_complex()):
+        if not is_smooth(leaf):
             leaf = leaf.to(torch.get_default_dtype())
         part = _share(shard, as_groups("pmean", axis_index_groups, shard.group.size))
         # A shard that does not count may hold 0/0.

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch._C import _functorch
 from torch.autograd import forward_ad
 
-from funcpar._graph import ROOT, Gradient, apply, is_wrapped, reach
+from funcpar._graph import ROOT, Gradient, apply, is_smooth, is_wrapped, reach
 from funcpar._group import Call, Shard, call_site, find, live
 from funcpar._maps import Extremum, Map, Sum
 from funcpar._pages import Room, give_back, take
@@ -197,7 +197,7 @@ def _directly(shard: Shard, request: Request, wanted: Map, leaves: list[Tensor])
 
 def _transpose(request: Request, wanted: Map, cotangents: Sequence[Gradient]) -> list[Gradient]:
     """Carry out the transposed map on the cotangents that there are."""
-    places = [k for k, given in enumerate(cotangents) if given is not None and _is_smooth(given)]
+    places = [k for k, given in enumerate(cotangents) if given is not None and is_smooth(given)]
     given = [cotangents[k] for k in places]
     back = Request(request.axis, f"the transpose of {request.name}", request.structure)
     grads: list[Gradient] = [None] * len(cotangents)
@@ -210,10 +210,6 @@ def _may_be_differentiated(leaf: Tensor) -> bool:
     if leaf.requires_grad or is_wrapped(leaf):
         return True
     return in_dual_level() and forward_ad.unpack_dual(leaf).tangent is not None  # type: ignore[no-untyped-call]
-
-
-def _is_smooth(leaf: Tensor) -> bool:
-    return leaf.is_floating_point() or leaf.is_complex()
 
 
 class _Recorded(torch.autograd.Function):
@@ -277,7 +273,7 @@ class _Traced(torch.autograd.Function):
             torch.zeros(shape, dtype=dtype) if tangent is None else tangent
             for tangent, (shape, dtype) in zip(tangents, ctx.kinds, strict=True)
         ]
-        places = [k for k, tangent in enumerate(given) if _is_smooth(tangent)]
+        places = [k for k, tangent in enumerate(given) if is_smooth(tangent)]
         name = f"the tangent of {ctx.request.name}"
         request = Request(ctx.request.axis, name, ctx.request.structure)
         found: list[Gradient] = [None] * len(given)

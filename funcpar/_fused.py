@@ -180,10 +180,9 @@ class Fused:
     def _evaluate(
         self, gradient: GradientFunction, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Evaluation:
-        weights = self.merge.weights
-        if self.value_spec == "sum" or len(weights) == 1:
+        if self.value_spec == "sum" or len(self.merge.weights) == 1:
             return gradient.evaluate(args, kwargs)
-        return gradient.evaluate(args, kwargs, weights[find(None, gradient.call).rank] / sum(weights))
+        return gradient.evaluate(args, kwargs, self.merge.shares()[find(None, gradient.call).rank])
 
     def _axes(self, found: Evaluation, leaves: list[Any]) -> list[int | None]:
         """Return along which dimension each differentiated leaf was split."""

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from typing import Any
 
 from torch import Tensor
 
 from funcpar._group import Shard
 from funcpar._maps import Exchange, Gather, Scatter
-from funcpar._operand import as_groups, check_dim, check_divisible, communicate, summable
-
-IndexGroups = Sequence[Sequence[int]] | None
+from funcpar._operand import IndexGroups, as_groups, check_dim, check_divisible, communicate, summable
 
 
 def all_gather(
@@ -121,7 +119,7 @@ def all_to_all(
     split_axis: int = 0,
     concat_axis: int = 0,
     *,
-    axis_index_groups: Sequence[Sequence[int]] | None = None,
+    axis_index_groups: IndexGroups = None,
     tiled: bool = False,
 ) -> Any:
     """Give shard i part i of every shard's value, in rank order.
@@ -174,7 +172,7 @@ def pswapaxes(
     axis_name: Hashable = None,
     axis: int = 0,
     *,
-    axis_index_groups: Sequence[Sequence[int]] | None = None,
+    axis_index_groups: IndexGroups = None,
 ) -> Any:
     """Exchange the mapped axis with a dimension of the operand: all_to_all of that dimension onto itself.
 

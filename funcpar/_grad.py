@@ -20,7 +20,7 @@ from torch import Tensor
 
 from funcpar import tree
 from funcpar._differentiate import by_autograd, by_torch_func, recordable
-from funcpar._graph import Gradient, holds_tensors, own_all
+from funcpar._graph import Gradient, holds_tensors, is_smooth, own_all
 from funcpar._world import in_torch_func
 
 Handler: TypeAlias = Callable[["GradientFunction", tuple[Any, ...], dict[str, Any]], Any]
@@ -282,4 +282,4 @@ def _name_of(fun: Callable[..., Any]) -> str:
 
 
 def _is_differentiable(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
+    return isinstance(leaf, Tensor) and is_smooth(leaf)

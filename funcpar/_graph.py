@@ -92,6 +92,11 @@ def _owners(grad: Tensor) -> tuple[int, ...]:
     return tuple(counts)
 
 
+def is_smooth(tensor: Tensor) -> bool:
+    """Tell whether entries are numbers that a derivative can be taken of: float or complex ones."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
 def innermost(tensor: Tensor) -> Tensor:
     """Return what a tensor wraps, below all torch.func transforms."""
     while torch._C._functorch.is_functorch_wrapped_tensor(tensor):

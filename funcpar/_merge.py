@@ -17,7 +17,7 @@ from torch import Tensor
 from funcpar import tree
 from funcpar._equality import all_equal, kind, plain_lists, same_object, where_unequal
 from funcpar._errors import ReplicaMismatchError
-from funcpar._graph import holds_tensors, shares_memory
+from funcpar._graph import holds_tensors, is_smooth, shares_memory
 from funcpar._reduce import add_up
 from funcpar._split import Split
 from funcpar._staging import Shards
@@ -124,7 +124,7 @@ class Merge:
 
     def _auto(self, column: list[Any], path: str) -> Any:
         if all(isinstance(leaf, Tensor) for leaf in column) and not same_object(column):
-            if all(leaf.dim() == 0 and (leaf.is_floating_point() or leaf.is_complex()) for leaf in column):
+            if all(leaf.dim() == 0 and is_smooth(leaf) for leaf in column):
                 return "mean"
             if self._follows_rows(column):
                 return 0
@@ -174,22 +174,23 @@ class Merge:
 
     def _mean(self, column: list[Any], path: str) -> Any:
         if all(isinstance(leaf, float | complex) for leaf in column):
-            return sum(leaf * share for leaf, share in zip(column, self._shares(), strict=True) if share)
+            return sum(leaf * share for leaf, share in zip(column, self.shares(), strict=True) if share)
         self._tensors(column, path, 'out_axes="mean"', alike=True)
-        if not (column[0].is_floating_point() or column[0].is_complex()):
+        if not is_smooth(column[0]):
             return self._equal(column, path)
         if len(column) == 1:
             return self._own(column[0])
         real = column[0].real.dtype if column[0].is_complex() else column[0].dtype
         total: Tensor | None = None
-        for leaf, share in zip(column, self._shares(), strict=True):
+        for leaf, share in zip(column, self.shares(), strict=True):
             if share:  # A shard of weight 0 may hold 0/0.
                 # A tensor: the tangent of a 0-d tensor times a Python float would be float64.
                 term = leaf.to(column[0].device) * torch.tensor(share, dtype=real, device=column[0].device)
                 total = term if total is None else total + term
         return total
 
-    def _shares(self) -> list[float]:
+    def shares(self) -> list[float]:
+        """Return the share of each shard in a mean."""
         total = sum(self.weights)
         return [weight / total for weight in self.weights]
 

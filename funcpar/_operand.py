@@ -15,6 +15,7 @@ from funcpar._group import Shard, find
 from funcpar._maps import Groups, Map
 from funcpar._request import Request
 
+IndexGroups = Sequence[Sequence[int]] | None
 Check = Callable[[Tensor, str, int], None]
 
 

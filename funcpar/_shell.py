@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor, maybe_current_level
+from torch._C._functorch import maybe_current_level
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.nn.utils import parametrize
 
+from funcpar._graph import innermost
 from funcpar._rebind import Kept, SlotNamespace, rebind, refuse_globals
 from funcpar._references import CONTAINERS, PLAIN, is_plain, slots_of
 
@@ -93,21 +94,15 @@ def _is_kept(
     return not exact or _same_values(clone, source)
 
 
-def _innermost(tensor: Tensor) -> Tensor:
-    while is_functorch_wrapped_tensor(tensor):
-        tensor = get_unwrapped(tensor)
-    return tensor
-
-
 def _version(tensor: Tensor) -> int:
     # A wrapper of a torch.func level does not count the writes to what it wraps.
     if maybe_current_level() is not None:
-        tensor = _innermost(tensor)
+        tensor = innermost(tensor)
     return 0 if tensor.is_inference() else tensor._version
 
 
 def _same_values(one: Tensor, other: Tensor) -> bool | Tensor:
-    one, other = _innermost(one).detach(), _innermost(other).detach()
+    one, other = innermost(one).detach(), innermost(other).detach()
     if one.is_meta or one.layout is not torch.strided or one.shape != other.shape:
         return one.shape == other.shape
     if one.device.type == "cpu" and torch.equal(one, other):
