@@ -1,0 +1,118 @@
+"""Run a function in several fresh processes that torch.distributed can join, as torchrun would start them."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+# Children fork from a server that has imported torch once, so a process costs some 0.1 s.
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "numpy"])
+
+
+@dataclass(slots=True)
+class Outcome:
+    """How one process ended: what it returned, or the text of what it raised, or neither if it was killed."""
+
+    value: Any = None
+    error: str | None = None
+    traceback: str = ""
+    exitcode: int | None = None
+    seconds: float = 0.0
+
+
+def free_port() -> int:
+    """Return a port that nobody uses at this moment."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def run(fun: Callable[..., Any], size: int, *args: Any, timeout: float = 60, **env: str) -> list[Outcome]:
+    """Call ``fun(*args)`` in ``size`` processes whose environment is that of torchrun's workers.
+
+    Returns one outcome per rank. A process that is still there after ``timeout`` seconds is killed
+    and the test fails.
+    """
+    common = {
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "OMP_NUM_THREADS": "1",
+        **env,
+    }
+    outcomes = [Outcome() for _ in range(size)]
+    processes, pipes = [], []
+    for rank in range(size):
+        receiver, sender = _CONTEXT.Pipe(duplex=False)
+        process = _CONTEXT.Process(
+            target=_child, args=(fun, args, {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}, sender)
+        )
+        process.start()
+        sender.close()
+        processes.append(process)
+        pipes.append(receiver)
+    start = time.monotonic()
+    try:
+        _collect(outcomes, pipes, start, timeout)
+        for process, outcome in zip(processes, outcomes, strict=True):
+            process.join(max(0.1, start + timeout - time.monotonic()))
+            outcome.exitcode = process.exitcode
+        stuck = [rank for rank, outcome in enumerate(outcomes) if outcome.exitcode is None]
+        assert not stuck, f"processes {stuck} of {size} are still there after {timeout} s: {outcomes}"
+        return outcomes
+    finally:
+        for process, pipe in zip(processes, pipes, strict=True):
+            if process.is_alive():
+                process.kill()
+            process.join(10)
+            process.close()
+            pipe.close()
+
+
+def values(fun: Callable[..., Any], size: int, *args: Any, timeout: float = 60, **env: str) -> list[Any]:
+    """Return what ``fun(*args)`` returns in every process; the test fails if any of them fails."""
+    outcomes = run(fun, size, *args, timeout=timeout, **env)
+    for rank, outcome in enumerate(outcomes):
+        assert outcome.error is None and outcome.exitcode == 0, (
+            f"process {rank}: {outcome.traceback or outcome}"
+        )
+    return [outcome.value for outcome in outcomes]
+
+
+def _collect(outcomes: list[Outcome], pipes: list[Connection], start: float, timeout: float) -> None:
+    ranks = {pipe: rank for rank, pipe in enumerate(pipes)}
+    while ranks:
+        ready = wait(list(ranks), max(0.0, start + timeout - time.monotonic()))
+        if not ready:
+            return
+        for pipe in ready:
+            assert isinstance(pipe, Connection)
+            outcome = outcomes[ranks.pop(pipe)]
+            outcome.seconds = time.monotonic() - start
+            try:
+                outcome.value, outcome.error, outcome.traceback = pipe.recv()
+            except EOFError:  # It was killed, or exited, before it could say anything.
+                continue
+
+
+def _child(fun: Callable[..., Any], args: tuple[Any, ...], env: dict[str, str], sender: Connection) -> None:
+    os.environ.update(env)
+    import torch  # noqa: PLC0415
+
+    torch.set_num_threads(1)
+    try:
+        message = (fun(*args), None, "")
+    except BaseException as error:
+        notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
+        message = (None, f"{type(error).__name__}: {error}{notes}", traceback.format_exc())
+    sender.send(message)
+    sender.close()
