@@ -7,6 +7,7 @@
 (tensor(4.), tensor([4., 4.]))
 """
 
+from funcpar import distributed as distributed
 from funcpar import tree as tree
 from funcpar._batchnorm import SyncBatchNorm as SyncBatchNorm
 from funcpar._call import parallel_call as parallel_call
@@ -21,6 +22,7 @@ from funcpar._devices import Device as Device
 from funcpar._devices import devices as devices
 from funcpar._devices import set_cpu_devices as set_cpu_devices
 from funcpar._errors import CollectiveTimeoutError as CollectiveTimeoutError
+from funcpar._errors import ProcessFailedError as ProcessFailedError
 from funcpar._errors import ReplicaMismatchError as ReplicaMismatchError
 from funcpar._errors import UnboundAxisError as UnboundAxisError
 from funcpar._functional import functionalize as functionalize

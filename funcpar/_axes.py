@@ -77,12 +77,15 @@ class InAxes:
 
     def path(self, arguments: list[Argument], split: Split, k: int) -> str:
         """Return the path of a leaf of all arguments, as the user would write it."""
-        paths = [
+        return self.paths(arguments, split)[k]
+
+    def paths(self, arguments: list[Argument], split: Split) -> list[str]:
+        """Return the paths of the leaves of all arguments."""
+        return [
             path
             for argument, (_, spec) in zip(arguments, split.arguments, strict=True)
             for path in spec.paths(argument.root)
         ]
-        return paths[k]
 
     def _axes_of(self, argument: Argument, leaves: list[Any], spec: tree.Spec) -> list[int | None]:
         """Return the axis of each leaf: None where it is not split."""

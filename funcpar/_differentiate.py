@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from typing import Any, cast
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
 
 from funcpar import tree
 from funcpar._exchange import complete, keep, recording
-from funcpar._graph import ROOT, Gradient, closed_over, refuse_hidden
+from funcpar._graph import ROOT, Gradient, GradientHook, closed_over, refuse_hidden
 from funcpar._world import in_dual_level
 
 
+# How much the value counts, known when it is: None means 1.
+Seed: TypeAlias = Callable[[], float] | None
+
+
 def by_autograd(
-    call: Callable[..., tuple[Tensor, Any]], leaves: list[Tensor], seed: float | None
+    call: Callable[..., tuple[Tensor, Any]],
+    leaves: list[Tensor],
+    seed: Seed,
+    hooks: Sequence[GradientHook | None] = (),
 ) -> tuple[Tensor, Any, list[Gradient]]:
+    """Return the value, aux and gradients; ``hooks`` are told those of the leaves as they come."""
     outer = torch.is_grad_enabled()
     dual = in_dual_level()
     joined = dual or (outer and any(leaf.requires_grad for leaf in leaves))
@@ -31,6 +39,9 @@ def by_autograd(
             outer
             and bool(closed_over([value, *(leaf for leaf in tree.leaves(aux) if _has_graph(leaf))], stands))
         )
+        for stand, hook in zip(stands, hooks, strict=False):
+            if hook is not None and not joined:
+                stand.register_hook(hook)
         grads = _backward(value, stands, seed, tokens, joined)
     if joined:
         keep(tokens)
@@ -44,11 +55,12 @@ def by_autograd(
 
 
 def _backward(
-    value: Tensor, stands: list[Tensor], seed: float | None, tokens: list[Gradient], joined: bool
+    value: Tensor, stands: list[Tensor], seed: Seed, tokens: list[Gradient], joined: bool
 ) -> list[Gradient]:
     # What does not count has no gradient: 0 times 0/0 would be NaN.
-    starts = [value] if value.requires_grad and seed != 0.0 else []
-    seeds = [torch.ones_like(value) if seed is None else torch.full_like(value, seed) for value in starts]
+    factor = 1.0 if seed is None else seed()
+    starts = [value] if value.requires_grad and factor != 0.0 else []
+    seeds = [torch.full_like(value, factor) for value in starts]
     for token in complete(starts, tokens):
         starts.append(token)
         seeds.append(torch.zeros_like(token))
@@ -64,11 +76,16 @@ def _backward(
 
 
 def by_torch_func(
-    call: Callable[..., tuple[Tensor, Any]], leaves: list[Tensor], seed: float | None
+    call: Callable[..., tuple[Tensor, Any]],
+    leaves: list[Tensor],
+    seed: Seed,
+    hooks: Sequence[GradientHook | None] = (),
 ) -> tuple[Tensor, Any, list[Gradient]]:
+    """The same by torch.func, where there is nothing for hooks to be told."""
     rest: list[Any] = []
 
-    if seed == 0.0:
+    factor = 1.0 if seed is None else seed()
+    if factor == 0.0:
         value, aux = call(*leaves)
         return value, aux, [None] * len(leaves)
 
@@ -83,8 +100,7 @@ def by_torch_func(
     spec, aux_leaves = rest
     plain = iter(tensors)
     aux = tree.unflatten(spec, [next(plain) if isinstance(leaf, Tensor) else leaf for leaf in aux_leaves])
-    start = torch.ones_like(value) if seed is None else torch.full_like(value, seed)
-    return value, aux, list(pull(start))
+    return value, aux, list(pull(torch.full_like(value, factor)))
 
 
 def _stand_in(leaf: Tensor, joined: bool, dual: bool) -> Tensor:

@@ -7,6 +7,7 @@
     TimeoutError
       └─ CollectiveTimeoutError    a shard never came to a call that the others wait in
     RuntimeError
+      ├─ ProcessFailedError        another process failed in the call, or is gone
       └─ ShardAborted              another shard failed first; never reaches the caller
 
 Everything else is a plain ``TypeError`` (wrong kind) or ``ValueError`` (wrong value).
@@ -41,6 +42,18 @@ class CollectiveTimeoutError(TimeoutError):
     Example:
         >>> import funcpar as fp
         >>> issubclass(fp.CollectiveTimeoutError, TimeoutError)
+        True
+    """
+
+
+class ProcessFailedError(RuntimeError):
+    """Another process failed in a call that spans all processes, or is gone.
+
+    Raised in every other process, naming the process and the call.
+
+    Example:
+        >>> import funcpar as fp
+        >>> issubclass(fp.ProcessFailedError, RuntimeError)
         True
     """
 

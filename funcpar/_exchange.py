@@ -23,11 +23,15 @@ from torch import Tensor
 from torch._C import _functorch
 from torch.autograd import forward_ad
 
+from funcpar._across import gathered
+from funcpar._buckets import Sums
 from funcpar._graph import ROOT, Gradient, apply, is_smooth, is_wrapped, reach
-from funcpar._group import Call, Shard, call_site, find, live
+from funcpar._group import Call, Shard, call_site, everyones, find, live
 from funcpar._maps import Extremum, Map, Sum
 from funcpar._pages import Room, give_back, take
+from funcpar._reduce import add_up
 from funcpar._request import Request
+from funcpar._span import Span
 from funcpar._world import differentiates_above, in_dual_level, in_torch_func
 
 # Below this many entries in all, a shard hands out copies; above, the others read its own values,
@@ -76,7 +80,8 @@ def complete(outs: Sequence[Tensor], tokens: Sequence[Gradient]) -> list[Tensor]
         added = [token for k in sorted(started) if (token := tokens[k]) is not None]
         nodes, _ = reach([*outs, *added])
         mine = frozenset(k for k, token in enumerate(tokens) if token is not None and token.grad_fn in nodes)
-        brought = shard.group.exchange(shard.rank, Call("backward", None, call_site()), mine, limited=False)
+        call = Call("backward", None, call_site())
+        brought = shard.group.exchange(shard, call, mine, limited=False, across=everyones)
         if all(theirs == mine for theirs in brought):
             return added
         started |= frozenset().union(*brought) - mine
@@ -100,6 +105,9 @@ def _carry_out(request: Request, wanted: Map, leaves: list[Tensor]) -> list[Tens
     if shard.group.size == 1:
         return [wanted.output(0, [leaf]) for leaf in leaves]
     if shard.group.levels is not None:
+        _refuse_inner_derivative(shard, request)
+        if shard.group.span is not None:
+            return _directly_across(shard, request, wanted, leaves)
         return _directly(shard, request, wanted, leaves)
     if in_torch_func():
         wrapped = tuple(_functorch.is_functorch_wrapped_tensor(leaf) for leaf in leaves)
@@ -124,9 +132,11 @@ def _meet(
     """Exchange values; return what this shard gets, and whether any shard wants to differentiate."""
     call = request.call(wanted, leaves)
     given = [leaf.detach() for leaf in leaves]
+    if shard.group.span is not None:
+        return _meet_across(shard, call, wanted, given, records)
     if sum(leaf.numel() for leaf in leaves) > _SMALL:
         return _meet_in_place(shard, call, wanted, given, records)
-    brought = shard.group.exchange(shard.rank, call, ([leaf.clone() for leaf in given], records))
+    brought = shard.group.exchange(shard, call, ([leaf.clone() for leaf in given], records))
     columns = _here_too(zip(*(theirs for theirs, _ in brought), strict=True), shard)
     outs = [wanted.output(shard.rank, column) for column in columns]
     return outs, any(theirs for _, theirs in brought)
@@ -138,7 +148,7 @@ def _meet_in_place(
     """The same, the others reading this shard's own memory, and making large sums together."""
     leads = isinstance(wanted, Sum) and wanted.group(shard.rank)[0] == shard.rank
     rooms = [_room_for(leaf) if leads else None for leaf in given]
-    brought = shard.group.exchange(shard.rank, call, (given, records, rooms, threading.Lock()))
+    brought = shard.group.exchange(shard, call, (given, records, rooms, threading.Lock()))
     if isinstance(wanted, Sum):
         rooms = brought[wanted.group(shard.rank)[0]][2]
     outs = []
@@ -151,7 +161,7 @@ def _meet_in_place(
             wanted.fill(shard.rank, column, room.tensor)
             outs.append(room.tensor)
     # Nobody goes on, and perhaps writes into what it brought, before all have read it.
-    shard.group.exchange(shard.rank, call, None, limited=False)
+    shard.group.exchange(shard, call, None, limited=False)
     # To each shard a copy on write of the one sum: whoever writes gets its own. Making one changes
     # how the sum is kept, so one shard at a time.
     with brought[0][3]:
@@ -165,6 +175,32 @@ def _meet_in_place(
             ):
                 give_back(room)
     return outs, any(theirs[1] for theirs in brought)
+
+
+def _meet_across(
+    shard: Shard, call: Call, wanted: Map, given: list[Tensor], records: bool
+) -> tuple[list[Tensor], bool]:
+    """The same, with the shards of all processes."""
+    group = shard.group
+    if isinstance(wanted, Sum) and len(wanted.groups) == 1:
+        # What is added up here first need not travel shard by shard.
+        ((totals, recorded),) = group.exchange(shard, call, (given, records), across=_totals)
+        return [total.clone() for total in totals], recorded
+    brought = group.exchange(shard, call, (given, records), across=everyones)
+    columns = _here_too(zip(*(theirs for theirs, _ in brought), strict=True), shard)
+    outs = [wanted.output(shard.rank, column) for column in columns]
+    if group.num_here > 1:  # Nobody writes into what it brought before all have read it.
+        group.exchange(shard, call, None, limited=False)
+    return outs, any(theirs for _, theirs in brought)
+
+
+def _totals(span: Span, call: Call, values: list[Any]) -> list[Any]:
+    """Return the sums over the shards of all processes, and whether any shard wants to differentiate."""
+    columns = zip(*(leaves for leaves, _ in values), strict=True)
+    mine = [total for column in columns if (total := add_up(column)) is not None]
+    asked = f"{call.asked} in {span.call}"
+    recorded = any(span.link.meet(asked, any(records for _, records in values)))
+    return [(Sums.of(span.link, asked, mine), recorded)]
 
 
 def _here_too(columns: Iterable[Sequence[Tensor]], shard: Shard) -> Iterable[Sequence[Tensor]]:
@@ -182,17 +218,36 @@ def _room_for(leaf: Tensor) -> Room | None:
 
 
 def _directly(shard: Shard, request: Request, wanted: Map, leaves: list[Tensor]) -> list[Tensor]:
+    call = request.call(wanted, leaves)
+    brought = shard.group.exchange(shard, call, leaves)
+    outs = [wanted.output(shard.rank, column) for column in zip(*brought, strict=True)]
+    shard.group.exchange(shard, call, None)
+    return outs
+
+
+def _directly_across(shard: Shard, request: Request, wanted: Map, leaves: list[Tensor]) -> list[Tensor]:
+    """The same, where the other processes' shards are in graphs of their own."""
+    call = request.call(wanted, leaves)
+    rows: list[list[Tensor]] = shard.group.exchange(shard, call, leaves, across=_joined_rows)
+    outs = [wanted.output(shard.rank, row.unbind()) for row in rows]
+    if shard.group.num_here > 1:
+        shard.group.exchange(shard, call, None)
+    return outs
+
+
+def _joined_rows(span: Span, call: Call, values: list[Any]) -> list[Any]:
+    """Return each leaf of all shards of all processes, stacked, as part of the caller's graph."""
+    stacked = [torch.stack(column) for column in zip(*values, strict=True)]
+    return gathered(span.link, f"{call.asked} in {span.call}", span.layout.counts, stacked)
+
+
+def _refuse_inner_derivative(shard: Shard, request: Request) -> None:
     if _here.tokens is not None or differentiates_above(shard.group.levels or 0):
         raise RuntimeError(
             f"{request.name}: the function takes a derivative of what depends on it, and a torch.func "
             f"transform or dual level around pmap makes all shards share one graph.\n"
             f"Take the outer derivative with fp.grad or .backward()."
         )
-    call = request.call(wanted, leaves)
-    brought = shard.group.exchange(shard.rank, call, leaves)
-    outs = [wanted.output(shard.rank, column) for column in zip(*brought, strict=True)]
-    shard.group.exchange(shard.rank, call, None)
-    return outs
 
 
 def _transpose(request: Request, wanted: Map, cotangents: Sequence[Gradient]) -> list[Gradient]:

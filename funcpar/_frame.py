@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NoReturn, TypeAlias
 
 from funcpar import _functional, _random
 from funcpar._devices import Device
 from funcpar._errors import CollectiveTimeoutError, ReplicaMismatchError, ShardAborted
 from funcpar._group import Group, Shard, current, entered
+from funcpar._span import Span
 from funcpar._workers import Outcome, run
 from funcpar._world import is_transformed, num_levels
 
@@ -28,6 +30,7 @@ class Frame:
         streams: Where each shard draws its random numbers from.
         funs: The user's functions, to look for tensors that they close over.
         name_of: Names an argument leaf, by its place, as the user would.
+        span: How the axis goes on in other processes, None if it does not.
     """
 
     devices: tuple[Device, ...]
@@ -37,6 +40,7 @@ class Frame:
     streams: _random.Streams = field(default_factory=_random.Streams)
     funs: Sequence[Callable[..., Any]] = ()
     name_of: Callable[[int], str] | None = None
+    span: Span | None = None
 
     def run(self, bodies: Sequence[Body]) -> list[Any]:
         """Run one body per shard and return their values in rank order.
@@ -47,25 +51,30 @@ class Frame:
         size = len(bodies)
         inside = current() is not None
         levels = num_levels() if is_transformed() else None
-        group = Group(self.axis, size, self.weights, serial=inside and size > 1, levels=levels)
-        shards = [Shard(group, rank, device) for rank, device in enumerate(self.devices)]
-        if size == 1 or inside:
-            return [self._here(body, shard) for body, shard in zip(bodies, shards, strict=True)]
+        group = Group(self.axis, size, self.weights, inside and size > 1, levels, self.span)
+        shards = [Shard(group, place, device) for place, device in enumerate(self.devices)]
+        if self.span is None and (size == 1 or inside):
+            return [
+                self._here(partial(_surround, body, shard), shard)
+                for body, shard in zip(bodies, shards, strict=True)
+            ]
         _random.install()
         wrapped = [self._wrap(body, shard) for body, shard in zip(bodies, shards, strict=True)]
+        if size == 1:
+            return [self._here(wrapped[0], shards[0])]
         outcomes = run(self.devices, wrapped, group.abort)
         if any(outcome.error is not None for outcome in outcomes):
             self._raise(outcomes)
         return [outcome.value for outcome in outcomes]
 
     def _wrap(self, body: Body, shard: Shard) -> Body:
-        stream = self.streams[shard.rank]
+        stream = self.streams[shard.place]
 
         def wrapped() -> Any:
             outer = _random.enter(stream)
             try:
                 value = _surround(body, shard)
-                shard.group.leave(shard.rank)
+                shard.group.leave(shard.place)
                 return value
             finally:
                 _random.leave(outer)
@@ -74,13 +83,14 @@ class Frame:
 
     def _here(self, body: Body, shard: Shard) -> Any:
         try:
-            return _surround(body, shard)
+            return body()
         except BaseException as error:
-            error.add_note(self._place(shard.rank))
+            error.add_note(self._place(shard.place))
             raise
 
-    def _place(self, rank: int) -> str:
-        return f"raised in shard {rank} of {len(self.devices)} on {self.devices[rank]}, in {self.where}"
+    def _place(self, place: int) -> str:
+        first, size = (0, len(self.devices)) if self.span is None else self.span.numbers(len(self.devices))
+        return f"raised in shard {first + place} of {size} on {self.devices[place]}, in {self.where}"
 
     def _raise(self, outcomes: list[Outcome]) -> NoReturn:
         """Raise the lowest-ranked root cause, with a note for itself and one per further failure."""

@@ -23,6 +23,7 @@ from funcpar._graph import Gradient
 from funcpar._group import Call, call_site, find
 from funcpar._joint import call_shards, sum_over_shards
 from funcpar._merge import Merge
+from funcpar._overlap import Overlap
 from funcpar._reduce import add_up
 from funcpar._split import Split
 
@@ -76,6 +77,8 @@ class Fused:
         aux_spec: A prefix of aux.
         found: What each shard evaluated.
         totals: Sums over shards of the gradients of replicated leaves.
+        overlap: Sums over processes that are made while backward runs, None if there are no others.
+        order: The differentiated leaves in an order that all processes know.
     """
 
     gradient: GradientFunction
@@ -87,17 +90,48 @@ class Fused:
     aux_spec: Any
     found: list[Any] = field(default_factory=list)
     totals: dict[int, Gradient] = field(default_factory=dict)
+    overlap: Overlap | None = None
+    order: Sequence[int] = ()
 
     def run(self) -> Any:
         """Return what the gradient function would return for the whole."""
-        size = len(self.split.devices)
-        if size == 1 and not self.gradient.has_aux:
+        size, span = len(self.split.devices), self.merge.span
+        if size == 1 and not self.gradient.has_aux and span is None:
             args, kwargs = self.split.rebuild(self.split.leaves[0])
             return self.frame.run([lambda: self.fun(*args, **kwargs)])[0]
         self.found = [None] * size
-        answers = call_shards(
-            self.frame, [functools.partial(self._body, rank) for rank in range(size)], self.split.leaves
-        )
+        bodies = [functools.partial(self._body, place) for place in range(size)]
+        if span is None:
+            return self._answer(call_shards(self.frame, bodies, self.split.leaves))
+        leaves, axes, self.order = self._plan()
+        if not span.is_recorded:
+            self.overlap = Overlap(span, size, leaves, axes, self.order)
+        span.open()
+        if span.is_recorded:
+            self.split.share(span.copied)
+        try:
+            return self._answer(
+                call_shards(self.frame, bodies, self.split.leaves, is_joined=self.overlap is None)
+            )
+        except BaseException:
+            if self.overlap is not None:
+                self.overlap.abandon()
+            raise
+
+    def _plan(self) -> tuple[list[Any], list[int | None], list[int]]:
+        """Return the differentiated leaves, along what each was split, and an order that all processes know."""
+        found: list[Any] = []
+
+        def handler(gradient: GradientFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            found[:] = gradient.differentiated(args, kwargs), gradient.order(args, kwargs)
+
+        args, kwargs = self.split.rebuild(self.split.leaves[0])
+        with handled(self.gradient, handler):
+            self.fun(*args, **kwargs)
+        leaves = [leaf for part, _ in found[0] for leaf in part]
+        return leaves, self._axes(leaves, self.split.leaves[0]), found[1]
+
+    def _answer(self, answers: list[list[Any]]) -> Any:
         structures = [aux for _, aux, _ in self.found]
         count = structures[0].num_leaves
         values = [answer[0] for answer in answers]
@@ -106,21 +140,38 @@ class Fused:
             for spec, answer in zip(structures, answers, strict=True)
         ]
         found: Evaluation = self.found[0][0]
-        found.value = self.merge.column(self.value_spec, values, "the value")
+        if self.overlap is None:
+            found.value = self.merge.column(self.value_spec, values, "the value")
+        else:
+            found.value, self.totals = self.overlap.totals()
         found.aux = self.merge.trees(self.aux_spec, auxes) if self.gradient.has_aux else None
         rows = [answer[1 + count :] for answer in answers]
         return self.gradient.answer(found, self._gradients(rows))
 
-    def _body(self, rank: int, leaves: list[Any]) -> list[Any]:
+    def _body(self, place: int, leaves: list[Any]) -> list[Any]:
         args, kwargs = self.split.rebuild(leaves)
         with handled(self.gradient, self._evaluate):
             found: Evaluation = self.fun(*args, **kwargs)
         aux_leaves, aux_spec = tree.flatten(found.aux)
-        axes = self._axes(found, leaves)
-        self.found[rank] = (found, aux_spec, axes)
+        axes = self._axes(found.leaves, leaves)
+        self.found[place] = (found, aux_spec, axes)
+        if self.overlap is not None:
+            self._end(self.overlap, place, found)
+            return [found.value, *self.split.marked(leaves, aux_leaves), *found.grads]
         shared, own, _ = self._sum(found, axes)
         row = [theirs if mine is None else mine for theirs, mine in zip(shared, own, strict=True)]
         return [found.value, *self.split.marked(leaves, aux_leaves), *row]
+
+    def _end(self, overlap: Overlap, place: int, found: Evaluation) -> None:
+        if found.value.requires_grad:
+            raise RuntimeError(
+                f"{self.merge.call}: the value depends on a tensor that requires a gradient and is no argument, "
+                f"and gradients that are summed over processes while backward runs are no part of a graph.\n"
+                f"Detach that tensor, pass it as an argument, or make the call under torch.no_grad()."
+            )
+        weighs = self.value_spec == "mean"
+        share = self.merge.shares()[place] if weighs else 1.0
+        overlap.end(place, found.value * share if share else torch.zeros_like(found.value))
 
     def _sum(self, found: Evaluation, axes: list[int | None]) -> tuple[list[Gradient], list[Gradient], bool]:
         """Sum over shards, unless a gradient is to stay part of a graph.
@@ -151,7 +202,7 @@ class Fused:
                     f"of the mapped function, so that it cannot be told whether it has rows.\n"
                     f"Pass the arguments on as they are, or do what is done to them inside the function."
                 )
-            axes = self._axes(found, leaves)
+            axes = self._axes(found.leaves, leaves)
             _, own, summed = self._sum(found, axes)
             shard = find(None, gradient.call)
             if not summed:
@@ -161,14 +212,15 @@ class Fused:
                     f"Detach the arguments, call it under torch.no_grad(), or map {gradient.call} itself."
                 )
             values = shard.group.exchange(
-                shard.rank, Call(gradient.call, "value", call_site()), found.value, limited=False
+                shard, Call(gradient.call, "value", call_site()), found.value, limited=False
             )
             whole = None
-            if shard.rank == 0:
+            if shard.place == 0:
                 value = self.merge.column(self.value_spec, values, "the value")
-                whole = value, gradient.finish(found.leaves, [self.totals.get(k) for k in range(len(axes))])
+                totals = gradient.finish(found.leaves, [self.totals.get(k) for k in range(len(axes))])
+                whole = value, self._across(totals, axes, gradient.order(args, kwargs))
             call = Call(gradient.call, "result", call_site())
-            found.value, grads = shard.group.exchange(shard.rank, call, whole, limited=False)[0]
+            found.value, grads = shard.group.exchange(shard, call, whole, limited=False)[0]
             mine = gradient.finish(found.leaves, own)
             return gradient.answer(
                 found, [g if axis is None else m for g, m, axis in zip(grads, mine, axes, strict=True)]
@@ -180,14 +232,28 @@ class Fused:
     def _evaluate(
         self, gradient: GradientFunction, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Evaluation:
-        if self.value_spec == "sum" or len(self.merge.weights) == 1:
-            return gradient.evaluate(args, kwargs)
-        return gradient.evaluate(args, kwargs, self.merge.shares()[find(None, gradient.call).rank])
+        place = find(None, gradient.call).place
+        hook = None if self.overlap is None else functools.partial(self.overlap.hook, place)
+        if self.value_spec == "sum" or self.merge.is_alone():
+            return gradient.evaluate(args, kwargs, None, hook)
+        return gradient.evaluate(args, kwargs, lambda: self.merge.shares()[place], hook)
 
-    def _axes(self, found: Evaluation, leaves: list[Any]) -> list[int | None]:
+    def _axes(self, found: Sequence[Any], leaves: list[Any]) -> list[int | None]:
         """Return along which dimension each differentiated leaf was split."""
         known = {id(leaf): axis for leaf, axis in zip(leaves, self.split.axes, strict=True)}
-        return [known.get(id(leaf)) for leaf in found.leaves]
+        return [known.get(id(leaf)) for leaf in found]
+
+    def _across(
+        self, totals: list[Gradient], axes: Sequence[int | None], order: Sequence[int]
+    ) -> list[Gradient]:
+        """Sum what was not split over the processes, if there are others."""
+        span = self.merge.span
+        if span is None or self.overlap is not None:
+            return totals
+        places = [k for k in order if axes[k] is None and totals[k] is not None]
+        for k, total in zip(places, span.summed([totals[k] for k in places]), strict=True):
+            totals[k] = total
+        return totals
 
     def _gradients(self, rows: Sequence[list[Gradient]]) -> list[Gradient]:
         """Return the gradient of each leaf: a sum over shards, or the rows of all."""
@@ -202,4 +268,4 @@ class Fused:
                 parts: list[Any] = self.gradient.finish(leaves, column)
                 if isinstance(parts[0], Tensor):
                     whole[k] = torch.cat([part.to(parts[0].device) for part in parts], axis)
-        return self.gradient.finish(first.leaves, whole)
+        return self._across(self.gradient.finish(first.leaves, whole), axes, self.order)

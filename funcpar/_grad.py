@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import inspect
 import threading
 from collections.abc import Callable, Iterator
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from funcpar import tree
 from funcpar._differentiate import by_autograd, by_torch_func, recordable
-from funcpar._graph import Gradient, holds_tensors, is_smooth, own_all
+from funcpar._graph import Gradient, GradientHook, holds_tensors, is_smooth, own_all
 from funcpar._world import in_torch_func
 
 Handler: TypeAlias = Callable[["GradientFunction", tuple[Any, ...], dict[str, Any]], Any]
@@ -105,14 +106,34 @@ class GradientFunction:
             for leaf, grad in zip(leaves, grads, strict=True)
         ]
 
+    def differentiated(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[list[Any], tree.Spec]]:
+        """Return leaves and structure of each differentiated argument."""
+        return [
+            tree.flatten(args[slot] if isinstance(slot, int) else kwargs[slot])
+            for slot in self._slots(args, kwargs)
+        ]
+
+    def order(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
+        """Return the differentiated leaves in an order that does not depend on the order of keys."""
+        specs = [spec for _, spec in self.differentiated(args, kwargs)]
+        starts = itertools.accumulate((spec.num_leaves for spec in specs), initial=0)
+        return [start + k for start, spec in zip(starts, specs, strict=False) for k in spec.order()]
+
     def evaluate(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], seed: float | None = None
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        seed: Callable[[], float] | None = None,
+        hook: Callable[[int], GradientHook | None] | None = None,
     ) -> Evaluation:
-        """Return the value, aux, and the gradients times ``seed`` (None: 1)."""
+        """Return the value, aux, and the gradients times ``seed()`` (None: 1), asked for after forward.
+
+        ``hook(k)`` is what the gradient of leaf k is told to as soon as it is complete.
+        """
         if torch.is_inference_mode_enabled():  # Inference tensors cannot be part of a graph.
             args, kwargs = tree.map(recordable, (args, kwargs))
         slots = self._slots(args, kwargs)
-        flat = [tree.flatten(args[slot] if isinstance(slot, int) else kwargs[slot]) for slot in slots]
+        flat = self.differentiated(args, kwargs)
         leaves = [leaf for part, _ in flat for leaf in part]
         for leaf in leaves:
             if not isinstance(leaf, Tensor) and holds_tensors(leaf):
@@ -141,7 +162,8 @@ class GradientFunction:
 
         inputs = [leaves[k] for k in chosen]
         differentiate = by_torch_func if in_torch_func() else by_autograd
-        value, aux, some = differentiate(call, inputs, seed)
+        hooks = [] if hook is None else [hook(k) for k in chosen]
+        value, aux, some = differentiate(call, inputs, seed, hooks)
         grads: list[Gradient] = [None] * len(leaves)
         for k, grad in zip(chosen, some, strict=True):
             grads[k] = grad

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -81,6 +82,39 @@ def _is_plain(grad: Tensor) -> bool:
     if not grad.untyped_storage().resizable():  # Memory of somebody else, such as a numpy array.
         return False
     return grad.is_contiguous() or (grad.dim() == 4 and grad.is_contiguous(memory_format=torch.channels_last))
+
+
+class GradientHook:
+    """A hook of a leaf that tells its gradient, and whether nobody but autograd can see that memory."""
+
+    __slots__ = ("_tell",)
+
+    def __init__(self, tell: Callable[[Tensor, bool], Any]) -> None:
+        self._tell = tell
+
+    def __call__(self, grad: Tensor) -> None:
+        """Be called by autograd when the gradient is complete."""
+        owners = _owners(grad)
+        self._tell(grad, owners in _owners_in_hooks() and _is_plain(grad))
+
+
+@functools.cache
+def _owners_in_hooks() -> tuple[tuple[int, ...], ...]:
+    """Return what is counted in a hook for gradients that autograd alone knows: plain ones, and views."""
+    found: list[tuple[int, ...]] = []
+
+    class Counting(GradientHook):
+        def __call__(self, grad: Tensor) -> None:
+            owners = _owners(grad)
+            found.append(owners)
+
+    with torch.inference_mode(False), torch.enable_grad():
+        w = torch.zeros(3, 2, requires_grad=True)
+        for out in ((w * torch.ones(3, 2)).sum(), torch.nn.functional.linear(torch.ones(4, 2), w).square().sum()):
+            handle = w.register_hook(Counting(print))
+            torch.autograd.grad(out, [w])
+            handle.remove()
+    return tuple(found)
 
 
 def _owners(grad: Tensor) -> tuple[int, ...]:

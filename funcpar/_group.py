@@ -15,12 +15,14 @@ from collections.abc import Callable, Hashable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 from funcpar._devices import Device
 from funcpar._errors import CollectiveTimeoutError, ReplicaMismatchError, ShardAborted, UnboundAxisError
+from funcpar._limits import waiting_time
+from funcpar._span import Span
 
 _NOT_THE_USERS = tuple(str(Path(file).parent) + os.sep for file in (__file__, torch.__file__))
 
@@ -43,18 +45,43 @@ class Call:
         """Tell whether both ask for the same; the place in the code may differ."""
         return self.name == other.name and self.signature == other.signature
 
+    @property
+    def asked(self) -> str:
+        """Return what is asked for, without the place in the code."""
+        return self.name if self.signature is None else f"{self.name}({self.signature})"
+
     def __str__(self) -> str:
-        signature = "" if self.signature is None else f"({self.signature})"
-        return f"{self.name}{signature} at {self.site}"
+        return f"{self.asked} at {self.site}"
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The shard that the current code runs in: one rank of one group, on one device."""
+    """The shard that the current code runs in, on one device.
+
+    Attributes:
+        group: The shards of the axis.
+        place: Which of this process's shards it is.
+        device: What it runs on.
+    """
 
     group: Group
-    rank: int
+    place: int
     device: Device
+
+    @property
+    def rank(self) -> int:
+        """Return the number of this shard among all of the axis."""
+        return self.group.offset + self.place
+
+
+# What the last shard of a process does with what all of them brought: talk to other processes.
+Across: TypeAlias = "Callable[[Span, Call, list[Any]], list[Any]]"
+
+
+def everyones(span: Span, call: Call, values: list[Any]) -> list[Any]:
+    """Return the values of the shards of all processes, in rank order."""
+    everyone = span.link.values(f"{call.asked} in {span.call}", values)
+    return [value for theirs in everyone for value in theirs]
 
 
 class Group:
@@ -62,8 +89,8 @@ class Group:
 
     Attributes:
         name: The axis name, None if it was given none.
-        size: Number of shards.
-        weights: Weight of each shard in every mean.
+        num_here: Number of shards of this process.
+        span: How the axis goes on in other processes, None if it does not.
         serial: The shards run one after another in one thread, so they cannot meet.
         levels: How many torch.func transforms surround the call; None if it is not transformed, nor
             under a dual level. If it is, the shards share the caller's graph.
@@ -72,37 +99,59 @@ class Group:
     def __init__(
         self,
         name: Hashable,
-        size: int,
+        num_here: int,
         weights: Sequence[float] | None = None,
         serial: bool = False,
         levels: int | None = None,
+        span: Span | None = None,
     ) -> None:
         self.name = name
-        self.size = size
-        self.weights = weights
+        self.num_here = num_here
         self.serial = serial
         self.levels = levels
+        self.span = span
+        self._weights = weights
         self._lock = _thread.allocate_lock()
         self._waiting: dict[int, tuple[Call, Any]] = {}
         self._returned: set[int] = set()
         self._failure: Callable[[], BaseException] | None = None
-        self._answers: list[Any] = [None] * size
-        self._wake = [_thread.allocate_lock() for _ in range(size)]
+        self._answers: list[Any] = [None] * num_here
+        self._wake = [_thread.allocate_lock() for _ in range(num_here)]
         for lock in self._wake:
             lock.acquire()
 
-    def exchange(self, rank: int, call: Call, value: Any, limited: bool = True) -> list[Any]:
+    @property
+    def size(self) -> int:
+        """Return the number of shards, of all processes."""
+        return self.num_here if self.span is None else self.span.layout.size
+
+    @property
+    def offset(self) -> int:
+        """Return the rank of this process's first shard."""
+        return 0 if self.span is None else self.span.layout.offset
+
+    @property
+    def weights(self) -> Sequence[float] | None:
+        """Return the weight of each shard in every mean."""
+        return self._weights if self.span is None else self.span.layout.weights
+
+    def exchange(
+        self, shard: Shard, call: Call, value: Any, limited: bool = True, across: Across | None = None
+    ) -> list[Any]:
         """Bring ``value``, wait for the others, and return all values in rank order.
 
-        A wait that the user did not ask for is not ``limited``: a shard may compute for long.
+        A wait that the user did not ask for is not ``limited``: a shard may compute for long. If the axis
+        goes on in other processes, the last shard to come talks to them: ``across`` makes what all
+        shards of this process get of what they brought.
 
         Raises:
             ReplicaMismatchError: Another shard makes another call, or has returned.
             CollectiveTimeoutError: A shard did not come in time.
             ShardAborted: Another shard failed.
         """
-        if self.size == 1:
-            return [value]
+        if self.num_here == 1:
+            return [value] if self.span is None or across is None else across(self.span, call, [value])
+        rank = shard.place
         if self.serial:
             raise RuntimeError(
                 f"{call}: the shards of this call run one after another, since it was made inside "
@@ -113,12 +162,14 @@ class Group:
             if self._failure is not None:
                 raise self._failure()
             self._waiting[rank] = (call, value)
-            if len(self._waiting) == self.size:
-                values = [self._waiting[r][1] for r in range(self.size)]
+            if len(self._waiting) == self.num_here:
+                values = [self._waiting[r][1] for r in range(self.num_here)]
                 del self._waiting[rank]  # This shard does not wait.
+                if self.span is not None and across is not None:
+                    values = self._answered(self.span, across, call, values)
                 self._release(values)
                 return values
-        if not self._wake[rank].acquire(timeout=_timeout() if limited else -1):
+        if not self._wake[rank].acquire(timeout=waiting_time() if limited else -1):
             self._time_out(rank, call)
             self._wake[rank].acquire()
         answer, self._answers[rank] = self._answers[rank], None
@@ -127,9 +178,16 @@ class Group:
             raise self._failure()
         return list(answer)
 
+    def _answered(self, span: Span, across: Across, call: Call, values: list[Any]) -> list[Any]:
+        try:
+            return across(span, call, values)
+        except BaseException:
+            self._fail(lambda: ShardAborted("another shard failed"))
+            raise
+
     def leave(self, rank: int) -> None:
         """Note that a shard has returned: whoever waits for it now or later is told at once."""
-        if self.size == 1:
+        if self.num_here == 1:
             return
         with self._lock:
             self._returned.add(rank)
@@ -139,7 +197,7 @@ class Group:
 
     def abort(self) -> None:
         """Release every shard that waits, now or later: one of them failed."""
-        if self.size == 1:
+        if self.num_here == 1:
             return
         with self._lock:
             if self._failure is None:
@@ -171,11 +229,11 @@ class Group:
         with self._lock:
             if rank not in self._waiting:  # The last one came, or failed, at this very moment.
                 return
-            missing = [r for r in range(self.size) if r not in self._waiting]
+            missing = [r for r in range(self.num_here) if r not in self._waiting]
             places = "".join(f"\n  shard {r} waits in {c}" for r, (c, _) in sorted(self._waiting.items()))
             message = (
-                f"{call}: shard{'s' * (len(missing) > 1)} {', '.join(map(str, missing))} of {self.size} "
-                f"did not come within {_timeout():g} seconds:{places}\n"
+                f"{call}: shard{'s' * (len(missing) > 1)} {', '.join(map(str, missing))} of {self.num_here} "
+                f"did not come within {waiting_time():g} seconds:{places}\n"
                 f"Every shard must make the same calls; FUNCPAR_TIMEOUT (seconds) sets the limit."
             )
             self._fail(lambda: CollectiveTimeoutError(message))
@@ -201,14 +259,6 @@ def _returned_early(returned: int, rank: int, call: Call) -> Callable[[], BaseEx
 
 def _first(pair: tuple[int, Any]) -> int:
     return pair[0]
-
-
-def _timeout() -> float:
-    given = os.environ.get("FUNCPAR_TIMEOUT", "300")
-    try:
-        return float(given)
-    except ValueError:
-        raise ValueError(f"FUNCPAR_TIMEOUT={given!r} is not a number of seconds.\nSet it to one.") from None
 
 
 def call_site() -> str:

@@ -12,6 +12,7 @@ caller's levels, and build the caller's own graph.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
@@ -73,11 +74,16 @@ class _Sources:
         return k
 
 
-def call_shards(frame: Frame, bodies: Sequence[Leafwise], inputs: Sequence[list[Any]]) -> list[list[Any]]:
-    """Run ``bodies[i](inputs[i])`` as shard i: lists of leaves to lists of leaves, differentiable."""
+def call_shards(
+    frame: Frame, bodies: Sequence[Leafwise], inputs: Sequence[list[Any]], is_joined: bool = True
+) -> list[list[Any]]:
+    """Run ``bodies[i](inputs[i])`` as shard i: lists of leaves to lists of leaves, differentiable.
+
+    What is not joined is what the bodies return, and no part of the caller's graph.
+    """
     shared = _shared(inputs)
     versions = [leaf._version for _, leaf in shared]
-    answers = _call_shards(frame, bodies, inputs)
+    answers = _call_shards(frame, bodies, inputs, is_joined)
     for (k, leaf), version in zip(shared, versions, strict=True):
         if leaf._version != version:
             name = frame.name_of(k) if frame.name_of else f"a tensor of shape {tuple(leaf.shape)}"
@@ -100,9 +106,11 @@ def _shared(inputs: Sequence[list[Any]]) -> list[tuple[int, Tensor]]:
     ]  # fmt: skip
 
 
-def _call_shards(frame: Frame, bodies: Sequence[Leafwise], inputs: Sequence[list[Any]]) -> list[list[Any]]:
+def _call_shards(
+    frame: Frame, bodies: Sequence[Leafwise], inputs: Sequence[list[Any]], is_joined: bool
+) -> list[list[Any]]:
     nested = len(bodies) == 1 and current() is not None  # Part of the graph of the shard around it.
-    if nested or not torch.is_grad_enabled() or is_transformed():
+    if nested or not is_joined or not torch.is_grad_enabled() or is_transformed():
         return frame.run([partial(body, leaves) for body, leaves in zip(bodies, inputs, strict=True)])
     return _call_joined(frame, bodies, inputs, _Sources(), [None] * len(bodies))
 
@@ -130,12 +138,16 @@ def _call_joined(
     seen: set[Any] = set()
     for piece in pieces:
         check_closed_over(frame.where, piece.closed_over, piece.outside, piece.nodes, seen)
+    closed_over = _copied(frame, pieces, before)
     for piece in pieces:
-        piece.which += [sources.index(leaf) for leaf in piece.closed_over]
+        piece.which += [sources.index(closed_over[id(leaf)]) for leaf in piece.closed_over]
         piece.ins += piece.closed_over
     if not any(piece.outs for piece in pieces):
         return [answer for answer, _ in answers]
-    joined = iter(apply(_Joint, _Graphs(frame, pieces, sources), *sources.tensors))
+    anchor, *outs = apply(_Joint, _Graphs(frame, pieces, sources), *sources.tensors)
+    if frame.span is not None and before[0] is None:
+        frame.span.anchor = anchor
+    joined = iter(outs)
     merged = [[next(joined) if _needs_gradient(leaf) else leaf for leaf in answer] for answer, _ in answers]
     if len(merged) > 1 and len({len(answer) for answer in merged}) == 1:
         # What all shards return as it is, a closed-over parameter say, stays that one object.
@@ -144,6 +156,19 @@ def _call_joined(
                 for answer in merged:
                     answer[k] = column[0]
     return merged
+
+
+def _copied(frame: Frame, pieces: Sequence[Piece], before: Sequence[Piece | None]) -> dict[int, Tensor]:
+    """Return what stands for each closed-over tensor outside, so that its gradient is that of all processes."""
+    found = {id(leaf): leaf for piece in pieces for leaf in piece.closed_over}
+    if frame.span is None or (before[0] is not None and not found):
+        return found
+    if before[0] is not None:
+        raise RuntimeError(
+            f"{frame.where}: its backward depends on a tensor that its forward does not depend on, and which "
+            f"is no argument.\nPass it as an argument."
+        )
+    return dict(zip(found, frame.span.closed_over(list(found.values())), strict=True))
 
 
 def _on_stand_ins(
@@ -178,10 +203,11 @@ class _Joint(torch.autograd.Function):
     def forward(ctx: Any, graphs: _Graphs, *sources: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.graphs = graphs
-        return tuple(out.detach() for piece in graphs.pieces for out in piece.outs)
+        # The first is 0, and part of the graph even where no shard's output is wanted.
+        return (torch.zeros(()), *(out.detach() for piece in graphs.pieces for out in piece.outs))
 
     @staticmethod
-    def backward(ctx: Any, *cotangents: Gradient) -> tuple[Gradient, ...]:
+    def backward(ctx: Any, _: Gradient, *cotangents: Gradient) -> tuple[Gradient, ...]:
         graphs: _Graphs = ctx.graphs
         flat = iter(cotangents)
         per_shard = [[next(flat) for _ in piece.outs] for piece in graphs.pieces]
@@ -200,6 +226,10 @@ class _Graphs:
         """Return the gradient of each wanted source: the sum over shards, in rank order."""
         if torch.is_grad_enabled():
             return self._pull_joined(cotangents, wanted)
+        with nullcontext() if self.frame.span is None else self.frame.span.backward():
+            return self._pull(cotangents, wanted)
+
+    def _pull(self, cotangents: list[list[Gradient]], wanted: Sequence[bool]) -> list[Gradient]:
         totals: dict[int, Gradient] = {}
         keep = torch._C._autograd._get_current_graph_task_keep_graph()
 
@@ -272,11 +302,11 @@ def sum_over_shards(row: list[Gradient], totals: dict[int, Gradient], ready: boo
     if shard.group.serial:
         totals.update({k: add_up([totals.get(k), grad]) for k, grad in enumerate(row)})
         return True
-    reusable = owned(row) if shard.rank == 0 else []
+    reusable = owned(row) if shard.place == 0 else []
     brought = shard.group.exchange(
-        shard.rank, Call("the sum of gradients", None, ""), (row, reusable, ready), limited=False
+        shard, Call("the sum of gradients", None, ""), (row, reusable, ready), limited=False
     )
     if not all(theirs for _, _, theirs in brought):
         return False
-    reduce_share([theirs for theirs, _, _ in brought], brought[0][1], shard.rank, totals)
+    reduce_share([theirs for theirs, _, _ in brought], brought[0][1], shard.place, totals)
     return True

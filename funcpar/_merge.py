@@ -19,9 +19,12 @@ from funcpar._equality import all_equal, kind, plain_lists, same_object, where_u
 from funcpar._errors import ReplicaMismatchError
 from funcpar._graph import holds_tensors, is_smooth, shares_memory
 from funcpar._reduce import add_up
+from funcpar._span import LOCAL, PART, SAME, Span
 from funcpar._split import Split
 from funcpar._staging import Shards
 
+# What a spec makes of a leaf, seen from the other processes; anything else stays with its process.
+_ACROSS = {"mean": PART, "sum": PART, None: SAME}
 SPECS = ("auto", "mean", "sum", "stack", "shards")
 
 
@@ -33,11 +36,13 @@ class Merge:
         call: The call for messages, such as ``pmap(train_step)``.
         split: What each shard got.
         weights: Weight of each shard in a mean.
+        span: How the axis goes on in other processes, None if it does not.
     """
 
     call: str
     split: Split
     weights: Sequence[float]
+    span: Span | None = None
 
     def trees(
         self, spec: Any, outs: Sequence[Any], gradients: Collection[int] = (), root: str = "output"
@@ -64,10 +69,10 @@ class Merge:
         paths = structure.paths(root)
         self._check_lists(specs, rows, outs)
         local = [k for k in sorted(gradients) if specs[k] == "auto"]
-        if local and len(outs) > 1:
+        if local and (len(outs) > 1 or self.span is not None):
             self._refuse_gradient(paths[local[0]])
-        merged = [self.column(wanted, [row[k] for row in rows], paths[k]) for k, wanted in enumerate(specs)]
-        return tree.unflatten(structure, merged)
+        columns = [[row[k] for row in rows] for k in range(len(leaves))]
+        return tree.unflatten(structure, self.columns(specs, columns, paths, structure.order()))
 
     def refuse_ambiguous(self, outs: Sequence[Any]) -> None:
         """Refuse what may be the rows of a shard, or one value that all shards made of a whole gradient."""
@@ -110,12 +115,37 @@ class Merge:
             start += count
         return dict(zip(keys, merged, strict=True)) if isinstance(spec, dict) else type(outs[0])(merged)
 
+    def columns(
+        self, specs: Sequence[Any], columns: Sequence[list[Any]], paths: Sequence[str], order: Sequence[int]
+    ) -> list[Any]:
+        """Merge leaves: of each the column, its value on every shard."""
+        resolved = [self._resolved(*each) for each in zip(specs, columns, paths, strict=True)]
+        merged = [self._merged(*each) for each in zip(resolved, columns, paths, strict=True)]
+        if self.span is None:
+            return merged
+        kinds = [_ACROSS.get(spec, LOCAL) if not isinstance(spec, int) else LOCAL for spec in resolved]
+        # Dicts agree by name, whatever the order of their keys in each process.
+        settled = self.span.settled(*([them[k] for k in order] for them in (paths, kinds, merged)))
+        for k, leaf in zip(order, settled, strict=True):
+            merged[k] = leaf
+        return merged
+
     def column(self, spec: Any, column: list[Any], path: str) -> Any:
         """Merge one leaf of every shard."""
+        return self.columns([spec], [column], [path], [0])[0]
+
+    def _resolved(self, spec: Any, column: list[Any], path: str) -> Any:
+        """Return the spec that holds for a leaf: what "auto" finds; equality for means of integers."""
         if spec == "auto" or spec is None:
             self._check_open(column, path)
         if spec == "auto":
             spec = self._auto(column, path)
+        if spec == "mean" and isinstance(column[0], Tensor) and not is_smooth(column[0]):
+            self._tensors(column, path, 'out_axes="mean"', alike=True)
+            return None
+        return spec
+
+    def _merged(self, spec: Any, column: list[Any], path: str) -> Any:
         if isinstance(spec, int):
             return self._joined(spec, column, path)
         return {"mean": self._mean, "sum": self._sum, "stack": self._stack, None: self._equal}[spec](
@@ -123,7 +153,8 @@ class Merge:
         )
 
     def _auto(self, column: list[Any], path: str) -> Any:
-        if all(isinstance(leaf, Tensor) for leaf in column) and not same_object(column):
+        alone = len(column) == 1 and self.span is not None and not self._is_passed(column[0])
+        if all(isinstance(leaf, Tensor) for leaf in column) and (alone or not same_object(column)):
             if all(leaf.dim() == 0 and is_smooth(leaf) for leaf in column):
                 return "mean"
             if self._follows_rows(column):
@@ -176,9 +207,7 @@ class Merge:
         if all(isinstance(leaf, float | complex) for leaf in column):
             return sum(leaf * share for leaf, share in zip(column, self.shares(), strict=True) if share)
         self._tensors(column, path, 'out_axes="mean"', alike=True)
-        if not is_smooth(column[0]):
-            return self._equal(column, path)
-        if len(column) == 1:
+        if len(column) == 1 and self.span is None:
             return self._own(column[0])
         real = column[0].real.dtype if column[0].is_complex() else column[0].dtype
         total: Tensor | None = None
@@ -187,12 +216,26 @@ class Merge:
                 # A tensor: the tangent of a 0-d tensor times a Python float would be float64.
                 term = leaf.to(column[0].device) * torch.tensor(share, dtype=real, device=column[0].device)
                 total = term if total is None else total + term
+        if total is None:
+            assert self.span is not None  # Alone, some shard has a share.
+            return self.span.nothing(column[0])
         return total
 
     def shares(self) -> list[float]:
-        """Return the share of each shard in a mean."""
-        total = sum(self.weights)
-        return [weight / total for weight in self.weights]
+        """Return the share of each shard here in a mean."""
+        if self.span is None:
+            total = sum(self.weights)
+            return [weight / total for weight in self.weights]
+        layout = self.span.layout
+        total = sum(layout.weights)
+        return [weight / total for weight in layout.weights[layout.here]]
+
+    def is_alone(self) -> bool:
+        """Tell whether there is one shard, whose mean is its own value."""
+        return len(self.weights) == 1 and self.span is None
+
+    def _is_passed(self, leaf: Any) -> bool:
+        return isinstance(leaf, Tensor) and self.split.is_replicated(leaf)
 
     def _sum(self, column: list[Any], path: str) -> Any:
         if all(isinstance(leaf, numbers.Number) for leaf in column):

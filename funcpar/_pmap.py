@@ -8,18 +8,24 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch._functorch.apis
+from torch import Tensor
 
-from funcpar import tree
+from funcpar import distributed, tree
+from funcpar._alike import described
 from funcpar._axes import InAxes
-from funcpar._binding import Binder, check_in_axes, static_positions
+from funcpar._binding import Argument, Binder, check_in_axes, static_positions
 from funcpar._devices import Device, resolve
 from funcpar._frame import Frame
 from funcpar._fused import Fused, gradient_within, specs_of
 from funcpar._grad import recorded
 from funcpar._group import current
 from funcpar._joint import call_shards
+from funcpar._link import Link
 from funcpar._merge import Merge, check_out_axes
+from funcpar._random import Streams
+from funcpar._span import Span
 from funcpar._split import Split, weights_of
+from funcpar._world import is_transformed
 
 
 def pmap(
@@ -32,6 +38,7 @@ def pmap(
     weight: Callable[..., Any] | None = None,
     min_rows: int = 1,
     static_broadcasted_argnums: int | Sequence[int] = (),
+    processes: str = "all",
 ) -> Callable[..., Any]:
     """Map a function over the rows of its arguments, one shard of rows per device, all at once.
 
@@ -64,6 +71,10 @@ def pmap(
             gradients; by default its number of rows. A shard of weight 0 is left out.
         min_rows: The fewest rows worth a shard.
         static_broadcasted_argnums: Positions of arguments that every shard gets whole and as they are.
+        processes: ``"all"``: once :func:`distributed.initialize` has joined several, the axis spans the
+            devices of all. Each passes its own rows, any number of them, and the same replicated
+            arguments; rows of results stay with their process, everything else is the same in all.
+            ``"local"``: the axis ends with this process.
 
     Returns:
         A function with the signature of ``fun``.
@@ -99,6 +110,8 @@ def pmap(
         raise ValueError(f"{call}: min_rows={min_rows!r} is not a positive integer.\nGive 1 or more.")
     if weight is not None and not callable(weight):
         raise TypeError(f"{call}: weight={weight!r} is not callable.\nGive a function of the arguments.")
+    if processes not in ("all", "local"):
+        raise ValueError(f'{call}: processes={processes!r} is unknown.\nGive "all" or "local".')
     if isinstance(axis_name, tuple) or not isinstance(axis_name, Hashable):
         raise TypeError(f"{call}: axis_name={axis_name!r} cannot name an axis.\nGive a string.")
     if isinstance(devices, Iterable) and not isinstance(devices, str):
@@ -115,6 +128,7 @@ def pmap(
         out_axes,
         devices,
         weight,
+        processes == "all",
     )
 
     @functools.wraps(fun)
@@ -146,6 +160,7 @@ class _Mapped:
         out_axes: Any,
         devices: Any,
         weight: Callable[..., Any] | None,
+        spans: bool,
     ) -> None:
         self.fun = fun
         self.call = call
@@ -155,6 +170,7 @@ class _Mapped:
         self.out_axes = out_axes
         self.devices = devices
         self.weight = weight
+        self.spans = spans
         self.gradient, self.wrapped = gradient_within(fun)
         self.takes_local_gradient = _is_torch_func_gradient(fun)
         if self.gradient is not None:
@@ -166,18 +182,33 @@ class _Mapped:
             )
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        link = distributed.link() if self.spans and current() is None else None
+        if link is None:
+            return self._call(args, kwargs, None)
+        with link.call(self.call):
+            return self._call(args, kwargs, link)
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any], link: Link | None) -> Any:
         arguments = self.binder.bind(args, kwargs)
         split = self.in_axes.split(arguments, self._devices(), self.devices is not None)
-        split, weights = self._weigh(split)
+        if link is None:
+            split, weights = self._weigh(split)
+            span, streams = None, Streams()
+        else:
+            weights = self._weights(split)
+            span = self._spanning(link, arguments, split, weights)
+            streams = Streams(lambda: span.layout.offset)
         frame = Frame(
             split.devices,
             self.axis_name,
             tuple(weights),
             self.call,
+            streams,
             funs=(self.fun,),
             name_of=lambda k: self.in_axes.path(arguments, split, k),
+            span=span,
         )
-        merge = Merge(self.call, split, weights)
+        merge = Merge(self.call, split, weights, span)
         if self.gradient is None:
             return self._plain(split, frame, merge, self.out_axes)
         fused = Fused(self.gradient, self.fun, split, frame, merge, self.value_spec, self.aux_spec)
@@ -194,24 +225,42 @@ class _Mapped:
 
     def _weigh(self, split: Split) -> tuple[Split, list[float]]:
         """Return the weights of the shards, and one shard if they are all 0."""
-        if self.weight is not None:
-            weights = weights_of(self.call, self.weight, split)
-            return (split, weights) if any(weights) else (split.undivided(), [1.0])
-        if split.rows is None or len(split.rows) == 1:
-            return split, [1.0] * len(split.devices)
-        weights = [float(n) for n in split.rows]
+        weights = self._weights(split)
         return (split, weights) if any(weights) else (split.undivided(), [1.0])
+
+    def _weights(self, split: Split) -> list[float]:
+        if self.weight is not None:
+            return weights_of(self.call, self.weight, split)
+        return [1.0] * len(split.devices) if split.rows is None else [float(n) for n in split.rows]
+
+    def _spanning(self, link: Link, arguments: list[Argument], split: Split, weights: list[float]) -> Span:
+        """Return the call over all processes; gradients of what they share are summed over them."""
+        paths = self.in_axes.paths(arguments, split)
+        kinds = {
+            path: described(leaf)
+            for path, leaf, axis in zip(paths, split.whole, split.axes, strict=True)
+            if axis is None
+        }
+        leaves = [leaf for leaf in split.whole if isinstance(leaf, Tensor)]
+        is_recorded = is_transformed() or (
+            torch.is_grad_enabled() and any(leaf.requires_grad for leaf in leaves)
+        )
+        return Span(link, self.call, kinds, weights, is_recorded)
 
     def _plain(
         self, split: Split, frame: Frame, merge: Merge, out_axes: Any, fused: Fused | None = None
     ) -> Any:
-        size = len(split.devices)
+        size, span = len(split.devices), merge.span
+        if span is not None:
+            span.open()
+            split.share(span.copied)
         specs: list[Any] = [None] * size
         gradients: set[int] = set()
 
         def body(rank: int, leaves: list[Any]) -> list[Any]:
             args, kwargs = split.rebuild(leaves)
-            reducing = nullcontext() if fused is None or size == 1 else fused.reducing(leaves)
+            alone = fused is None or merge.is_alone()
+            reducing = nullcontext() if alone else fused.reducing(leaves)
             with recorded() as seen, reducing:
                 out, specs[rank] = tree.flatten(self.fun(*args, **kwargs))
             if rank == 0 and self.takes_local_gradient:

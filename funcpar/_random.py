@@ -53,8 +53,9 @@ class Streams:
 
     __slots__ = ("_source", "_streams")
 
-    def __init__(self) -> None:
-        self._source = _Source()
+    def __init__(self, offset: Callable[[], int] | None = None) -> None:
+        """Make the streams of shards that are numbered from ``offset()`` on, by default from 0."""
+        self._source = _Source(offset)
         self._streams: dict[int, Stream] = {}
 
     def __getitem__(self, rank: int) -> "Stream":
@@ -71,10 +72,11 @@ class Streams:
 class _Source:
     """The base seed of one call, drawn when the first shard needs it."""
 
-    __slots__ = ("_base", "_parent")
+    __slots__ = ("_base", "_offset", "_parent")
 
-    def __init__(self) -> None:
+    def __init__(self, offset: Callable[[], int] | None = None) -> None:
         self._parent = _here.stream
+        self._offset = offset
         self._base: int | None = None
 
     def seed(self, rank: int) -> int:
@@ -86,7 +88,7 @@ class _Source:
                     parent = self._parent
                     self._base = _draw(torch.default_generator if parent is None else parent.generator)
                 base = self._base
-        return _mix(base, rank)
+        return _mix(base, rank if self._offset is None else self._offset() + rank)
 
 
 class Stream:

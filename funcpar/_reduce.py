@@ -77,6 +77,15 @@ def _add_into(into: list[Any], others: list[list[Any]]) -> None:
             torch._foreach_add_(into, grads)
 
 
+def add_in_place(column: Sequence[Gradient]) -> bool:
+    """Add the others to the first, in its memory, if that is right; tell whether it was."""
+    first, *others = column
+    if not all(_adds_to(first, grad) for grad in others):
+        return False
+    _add_into([first], [[grad] for grad in others])
+    return True
+
+
 def _part(grad: Gradient, rank: int, size: int) -> Tensor:
     assert grad is not None
     start, stop = (grad.numel() * r // size for r in (rank, rank + 1))

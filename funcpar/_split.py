@@ -79,6 +79,14 @@ class Split:
         """Tell whether a tensor is an argument that every shard got whole."""
         return any(leaf is tensor and axis is None for leaf, axis in zip(self.whole, self.axes, strict=True))
 
+    def share(self, copied: Callable[[list[Any]], list[Any]]) -> None:
+        """Let every shard have copies of the replicated leaves in their place."""
+        places = [k for k, axis in enumerate(self.axes) if axis is None]
+        for leaves in self.leaves[:1]:
+            for k, leaf in zip(places, copied([leaves[k] for k in places]), strict=True):
+                for other in self.leaves:
+                    other[k] = leaf
+
     def undivided(self) -> Split:
         """Return the same call as one shard."""
         rows = None if self.rows is None else [sum(self.rows)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import socket
 import time
 import traceback
@@ -81,10 +82,12 @@ def run(fun: Callable[..., Any], size: int, *args: Any, timeout: float = 60, **e
 def values(fun: Callable[..., Any], size: int, *args: Any, timeout: float = 60, **env: str) -> list[Any]:
     """Return what ``fun(*args)`` returns in every process; the test fails if any of them fails."""
     outcomes = run(fun, size, *args, timeout=timeout, **env)
-    for rank, outcome in enumerate(outcomes):
-        assert outcome.error is None and outcome.exitcode == 0, (
-            f"process {rank}: {outcome.traceback or outcome}"
-        )
+    failed = [
+        f"process {rank}: {outcome.traceback or outcome}"
+        for rank, outcome in enumerate(outcomes)
+        if outcome.error is not None or outcome.exitcode != 0
+    ]
+    assert not failed, "\n".join(failed)
     return [outcome.value for outcome in outcomes]
 
 
@@ -99,7 +102,7 @@ def _collect(outcomes: list[Outcome], pipes: list[Connection], start: float, tim
             outcome = outcomes[ranks.pop(pipe)]
             outcome.seconds = time.monotonic() - start
             try:
-                outcome.value, outcome.error, outcome.traceback = pipe.recv()
+                outcome.value, outcome.error, outcome.traceback = pickle.loads(pipe.recv_bytes())
             except EOFError:  # It was killed, or exited, before it could say anything.
                 continue
 
@@ -114,5 +117,6 @@ def _child(fun: Callable[..., Any], args: tuple[Any, ...], env: dict[str, str], 
     except BaseException as error:
         notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
         message = (None, f"{type(error).__name__}: {error}{notes}", traceback.format_exc())
-    sender.send(message)
+    # As bytes: torch teaches multiprocessing's own pickler to share the memory of tensors, which ends here.
+    sender.send_bytes(pickle.dumps(message))
     sender.close()

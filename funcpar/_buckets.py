@@ -1,0 +1,131 @@
+"""Sums over processes of tensors that come one by one, sent while the next are still being made.
+
+All processes send the same buckets in the same order, whatever comes first: a bucket leaves when it
+and those before it are complete. A large tensor is a bucket of its own and is summed where it is;
+small ones of one dtype travel together.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from funcpar._link import Link
+
+Kind: TypeAlias = tuple[torch.Size, torch.dtype, torch.device]
+
+# Bytes: what is larger travels alone; a bucket of small ones leaves when it has so many.
+_LARGE = 1 << 18
+_FULL = 1 << 20
+# What gloo adds up; anything else travels in the dtype beside it.
+_WIDER = {torch.bool: torch.int64, torch.int16: torch.int64}
+
+
+class Sums:
+    """Sums over processes of a known list of tensors.
+
+    Args:
+        link: The line to the other processes.
+        call: The call, for messages.
+        kinds: Shape, dtype and device of each, in the order in which they leave.
+    """
+
+    def __init__(self, link: Link, call: str, kinds: Sequence[Kind]) -> None:
+        self._link = link
+        self._call = call
+        self._kinds = list(kinds)
+        self._buckets = _planned(self._kinds)
+        self._given: list[tuple[Tensor, bool] | None] = [None] * len(self._kinds)
+        self._sent: list[tuple[Tensor, Any]] = []
+        self._lock = threading.Lock()
+
+    @classmethod
+    def of(cls, link: Link, call: str, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return the sums of tensors that are all there; none of them is written to."""
+        sums = cls(link, call, [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors])
+        for k, tensor in enumerate(tensors):
+            sums.put(k, tensor, reusable=False)
+        return sums.totals()
+
+    def put(self, k: int, tensor: Tensor, reusable: bool) -> None:
+        """Give one tensor; if it is reusable, its memory will hold the sum."""
+        with self._lock:
+            self._given[k] = tensor, reusable
+            self._send()
+
+    def totals(self) -> list[Tensor]:
+        """Wait for all sums; what was not given counts as zeros."""
+        with self._lock:
+            self._fill()
+            found: list[Any] = [None] * len(self._kinds)
+            for bucket, (room, work) in zip(self._buckets, self._sent, strict=True):
+                self._link.wait(self._call, work)
+                self._unpack(bucket, room, found)
+        return found
+
+    def abandon(self) -> None:
+        """Send zeros for what is missing, so that nobody waits for it; nobody waits here."""
+        with self._lock:
+            self._fill()
+            self._link.hold(self._sent)
+
+    def _fill(self) -> None:
+        for k, (shape, dtype, device) in enumerate(self._kinds):
+            if self._given[k] is None:
+                self._given[k] = torch.zeros(shape, dtype=dtype, device=device), True
+        self._send()
+
+    def _send(self) -> None:
+        """Let the buckets go that are complete, in order."""
+        while len(self._sent) < len(self._buckets):
+            bucket = self._buckets[len(self._sent)]
+            given = [self._given[k] for k in bucket]
+            if any(pair is None for pair in given):
+                return
+            room = self._packed([pair for pair in given if pair is not None])
+            self._sent.append((room, self._link.start_sum(room)))
+
+    def _packed(self, given: list[tuple[Tensor, bool]]) -> Tensor:
+        ((first, reusable), *others) = given
+        dtype = _WIDER.get(first.dtype, first.dtype)
+        if not others:
+            if reusable and dtype is first.dtype and first.is_contiguous():
+                return first
+            return first.detach().to(dtype, copy=True, memory_format=torch.contiguous_format)
+        return torch.cat([tensor.detach().reshape(-1) for tensor, _ in given]).to(dtype)
+
+    def _unpack(self, bucket: list[int], room: Tensor, found: list[Any]) -> None:
+        start = 0
+        for k in bucket:
+            shape, dtype, _ = self._kinds[k]
+            pair = self._given[k]
+            assert pair is not None
+            stop = start + shape.numel()
+            total = room.reshape(-1)[start:stop].view(shape)
+            if pair[0] is room:
+                found[k] = room
+            elif pair[1]:
+                found[k] = pair[0].copy_(total)
+            else:  # A part of a bucket would keep all of it alive.
+                found[k] = total.to(dtype, copy=len(bucket) > 1)
+            start = stop
+
+
+def _planned(kinds: Sequence[Kind]) -> list[list[int]]:
+    """Return which tensors travel together, in order."""
+    buckets: list[list[int]] = []
+    open_kind: Any = None
+    filled = 0
+    for k, (shape, dtype, device) in enumerate(kinds):
+        size = shape.numel() * dtype.itemsize
+        if size > _LARGE or open_kind != (dtype, device) or filled + size > _FULL:
+            buckets.append([k])
+            open_kind, filled = (None, 0) if size > _LARGE else ((dtype, device), size)
+        else:
+            buckets[-1].append(k)
+            filled += size
+    return buckets

@@ -1,0 +1,252 @@
+"""One call whose axis spans all processes: who has which shards, and what they make of their outputs together."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from funcpar._across import copied, summed
+from funcpar._alike import check_alike, described, digest, digest_of_values
+from funcpar._errors import ReplicaMismatchError
+from funcpar._graph import is_smooth, is_wrapped
+from funcpar._link import Link, Word
+from funcpar._world import in_dual_level, is_transformed
+
+# What an output leaf is, process by process: rows that stay there, a part of a sum, or the same in all.
+LOCAL, PART, SAME = "rows of each process", "a sum over shards", "the same on all shards"
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The shards of all processes.
+
+    Attributes:
+        index: Which process this is.
+        counts: Number of shards of each process.
+        weights: Weight of every shard in every mean, in rank order.
+    """
+
+    index: int
+    counts: tuple[int, ...]
+    weights: tuple[float, ...]
+
+    @property
+    def size(self) -> int:
+        """Return the number of shards."""
+        return len(self.weights)
+
+    @property
+    def offset(self) -> int:
+        """Return the rank of this process's first shard."""
+        return sum(self.counts[: self.index])
+
+    @property
+    def here(self) -> slice:
+        """Return the ranks of this process's shards."""
+        return slice(self.offset, self.offset + self.counts[self.index])
+
+
+class Span:
+    """One call over all processes, in this one.
+
+    The others are told of it when the shards start, and listened to when the first shard asks for what
+    they say: latency hides behind the function.
+
+    Args:
+        link: The line to the other processes.
+        call: The call, such as ``pmap(train_step)``.
+        kinds: What the processes must agree on, by path.
+        weights: Weight of each shard here.
+        is_recorded: Whether results may be part of the caller's graph.
+
+    Attributes:
+        anchor: A 0 in the graph that joins the shards, if there is one.
+    """
+
+    def __init__(
+        self, link: Link, call: str, kinds: dict[str, str], weights: Sequence[float], is_recorded: bool
+    ) -> None:
+        self.link = link
+        self.call = call
+        self.is_recorded = is_recorded
+        self._kinds = kinds | {"the results": "part of a graph" if is_recorded else "plain"}
+        self._weights = tuple(weights)
+        self._lock = threading.Lock()
+        self._layout: Layout | None = None
+        self._word: Word | None = None
+        self.anchor: Tensor | None = None
+
+    def open(self) -> None:
+        """Tell the other processes of the call."""
+        self._word = self.link.say(self.call, (_digest(self._kinds), self._weights))
+
+    @property
+    def layout(self) -> Layout:
+        """Wait for the others, and return the shards of all processes.
+
+        Raises:
+            ReplicaMismatchError: Another process is in another call, or has other arguments.
+        """
+        if self._layout is None:
+            with self._lock:
+                if self._layout is None:
+                    self._layout = self._met()
+        return self._layout
+
+    def is_met(self) -> bool:
+        """Wait for the others, and tell whether all are in this call."""
+        try:
+            return self.layout is not None
+        except Exception:
+            return False
+
+    def numbers(self, num_here: int) -> tuple[int, int]:
+        """Return the rank of the first shard here and the number of all, as far as that is known."""
+        return (0, num_here) if self._layout is None else (self._layout.offset, self._layout.size)
+
+    def _met(self) -> Layout:
+        assert self._word is not None
+        told = self._word.answers()
+        if any(theirs != told[0][0] for theirs, _ in told):
+            check_alike(self.link, self.call, self._kinds)
+        weights = tuple(weight for _, theirs in told for weight in theirs)
+        # What counts nothing anywhere is a mean of 0/0: each shard's value, undivided.
+        weights = weights if any(weights) else (1.0,) * len(weights)
+        return Layout(self.link.index, tuple(len(theirs) for _, theirs in told), weights)
+
+    def copied(self, leaves: Sequence[Any]) -> list[Any]:
+        """Return replicated leaves, those that are differentiated so that their gradients are summed."""
+        places = [k for k, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and _is_differentiated(leaf)]
+        answer = list(leaves)
+        for k, leaf in zip(places, copied(self.link, self.call, [leaves[k] for k in places]), strict=True):
+            answer[k] = leaf
+        return answer
+
+    def backward(self) -> AbstractContextManager[None]:
+        """Hold the line for the call's backward; what it raises is told to the other processes."""
+        return self.link.call(f"the backward of {self.call}")
+
+    def closed_over(self, leaves: list[Tensor]) -> list[Tensor]:
+        """Return tensors that the shards use and that are no arguments, as :meth:`copied`.
+
+        Raises:
+            ReplicaMismatchError: The shards of another process use other ones.
+        """
+        kinds = {f"closed-over tensor {k}": described(leaf) for k, leaf in enumerate(leaves)}
+        everyone = self.link.meet(f"the end of the shards of {self.call}", list(kinds.values()))
+        if any(theirs != everyone[0] for theirs in everyone):
+            check_alike(self.link, self.call, kinds)
+        return copied(self.link, self.call, leaves)
+
+    def summed(self, leaves: list[Any]) -> list[Tensor]:
+        """Return the sums over processes of gradients, differentiable."""
+        what = f"the gradients of {self.call}"
+        kinds = {f"gradient {k}": described(leaf) for k, leaf in enumerate(leaves)}
+        everyone = self.link.meet(what, list(kinds.values()))
+        if any(theirs != everyone[0] for theirs in everyone):
+            check_alike(self.link, what, kinds)
+        return summed(self.link, what, leaves)
+
+    def settled(self, names: Sequence[str], kinds: Sequence[str], leaves: list[Any]) -> list[Any]:
+        """Return output leaves as all processes have them: sums added up, what is the same compared.
+
+        Args:
+            names: Path of each leaf.
+            kinds: LOCAL, PART or SAME.
+            leaves: What the shards of this process made of each.
+
+        Raises:
+            ReplicaMismatchError: Processes differ in what should be the same.
+        """
+        end = f"the end of {self.call}"
+        plain = not is_transformed()
+        mine = [_told(kind, leaf, plain) for kind, leaf in zip(kinds, leaves, strict=True)]
+        everyone = self.link.meet(end, (list(names), mine))
+        self._check(names, everyone)
+        answer = list(leaves)
+        parts: list[int] = []
+        for k, kind in enumerate(kinds):
+            column = [theirs[k] for _, theirs in everyone]
+            if kind == PART and all(isinstance(told[1], _Number) for told in column):
+                answer[k] = self._total(leaves[k], sum(told[1].value for told in column), end)
+            elif kind == PART:
+                parts.append(k)
+            elif kind == SAME and any(told[2] for told in column):
+                # Counted once: every process hands on the cotangent, so only one may have it.
+                answer[k] = leaves[k] if self.link.index == 0 else self.nothing(leaves[k])
+                parts.append(k)
+        for k, total in zip(parts, summed(self.link, end, [answer[k] for k in parts]), strict=True):
+            answer[k] = total
+        return answer
+
+    def nothing(self, like: Tensor) -> Tensor:
+        """Return zeros that depend on the shards, whose backward must run where that of others does."""
+        zeros = torch.zeros_like(like.detach())
+        if is_transformed():
+            return torch.where(torch.tensor(False, device=like.device), like, zeros)
+        return zeros if self.anchor is None else zeros + self.anchor.to(zeros)
+
+    def _total(self, leaf: Any, value: Any, end: str) -> Any:
+        """Return a sum of numbers as what it is a sum of, differentiable if that is."""
+        if not isinstance(leaf, Tensor):
+            return value
+        total = torch.full_like(leaf.detach(), value)
+        return summed(self.link, end, [leaf], [total])[0] if _is_differentiated(leaf) else total
+
+    def _check(self, names: Sequence[str], everyone: list[Any]) -> None:
+        """Refuse outputs that differ from process to process."""
+        lines = []
+        if any(theirs != everyone[0][0] for theirs, _ in everyone):
+            lines = [f"\n  process {k} returned {', '.join(theirs) or 'nothing'}" for k, (theirs, _) in enumerate(everyone)]
+        else:
+            for k, name in enumerate(names):
+                column = [theirs[k] for _, theirs in everyone]
+                if any(told[0] != column[0][0] for told in column):
+                    shown = ", ".join(f"{told[0]} in process {p}" for p, told in enumerate(column))
+                    lines.append(f"\n  {name}  {shown}")
+                elif any(told[1] != column[0][1] for told in column if not isinstance(told[1], _Number)):
+                    lines.append(f"\n  {name}  differs from process to process")
+        if lines:
+            raise self.link.agreed(
+                ReplicaMismatchError(
+                    f"{self.call}: the processes returned different outputs:{''.join(lines)}\n"
+                    f'Return the same from every shard, reduce it (fp.pmean, fp.psum), or say with out_axes '
+                    f"that it has rows (an int) or is a mean."
+                )
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class _Number:
+    """A part of a sum that is small enough to travel with the word."""
+
+    value: Any
+
+
+def _told(kind: str, leaf: Any, plain: bool) -> tuple[Any, ...]:
+    """Return what the others need to know of a leaf: its kind, its value or a stand-in, is it differentiated."""
+    if kind == SAME and isinstance(leaf, Tensor):
+        return kind, digest_of_values(leaf), _is_differentiated(leaf)
+    if kind == SAME:
+        return kind, described(leaf), False
+    if kind == PART and not isinstance(leaf, Tensor):
+        return kind, _Number(leaf), False
+    if kind == PART and plain and leaf.dim() == 0 and is_smooth(leaf) and not leaf.is_complex():
+        return kind, _Number(leaf.item()), False
+    return kind, described(leaf) if kind == PART else None, False
+
+
+def _is_differentiated(leaf: Tensor) -> bool:
+    if not is_smooth(leaf):
+        return False
+    return (leaf.requires_grad and torch.is_grad_enabled()) or is_wrapped(leaf) or in_dual_level()
+
+
+def _digest(kinds: dict[str, str]) -> bytes:
+    return digest("\n".join(f"{name} {kind}" for name, kind in sorted(kinds.items())))
