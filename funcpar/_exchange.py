@@ -238,7 +238,9 @@ def _directly_across(shard: Shard, request: Request, wanted: Map, leaves: list[T
 def _joined_rows(span: Span, call: Call, values: list[Any]) -> list[Any]:
     """Return each leaf of all shards of all processes, stacked, as part of the caller's graph."""
     stacked = [torch.stack(column) for column in zip(*values, strict=True)]
-    return gathered(span.link, f"{call.asked} in {span.call}", span.layout.counts, stacked)
+    rows = gathered(span.link, f"{call.asked} in {span.call}", span.layout.counts, stacked)
+    span.anchors += [row.reshape(-1)[:0].sum() for row in rows if is_smooth(row)]
+    return rows
 
 
 def _refuse_inner_derivative(shard: Shard, request: Request) -> None:

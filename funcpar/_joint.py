@@ -146,7 +146,7 @@ def _call_joined(
         return [answer for answer, _ in answers]
     anchor, *outs = apply(_Joint, _Graphs(frame, pieces, sources), *sources.tensors)
     if frame.span is not None and before[0] is None:
-        frame.span.anchor = anchor
+        frame.span.anchors.append(anchor)
     joined = iter(outs)
     merged = [[next(joined) if _needs_gradient(leaf) else leaf for leaf in answer] for answer, _ in answers]
     if len(merged) > 1 and len({len(answer) for answer in merged}) == 1:

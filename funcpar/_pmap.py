@@ -274,6 +274,8 @@ class _Mapped:
         outs = [
             tree.unflatten(spec, split.unmarked(answer)) for spec, answer in zip(specs, answers, strict=True)
         ]
+        if span is not None and is_transformed():
+            outs = [tree.map(span.anchored, out) for out in outs]
         if fused is not None:
             merge.refuse_ambiguous(outs)
         return merge.trees(out_axes, outs, gradients)

@@ -66,7 +66,7 @@ class Span:
         is_recorded: Whether results may be part of the caller's graph.
 
     Attributes:
-        anchor: A 0 in the graph that joins the shards, if there is one.
+        anchors: Zeros in the graphs of the shards, whose backward must run in all processes or in none.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Span:
         self._lock = threading.Lock()
         self._layout: Layout | None = None
         self._word: Word | None = None
-        self.anchor: Tensor | None = None
+        self.anchors: list[Tensor] = []
 
     def open(self) -> None:
         """Tell the other processes of the call."""
@@ -190,7 +190,15 @@ class Span:
         zeros = torch.zeros_like(like.detach())
         if is_transformed():
             return torch.where(torch.tensor(False, device=like.device), like, zeros)
-        return zeros if self.anchor is None else zeros + self.anchor.to(zeros)
+        return self.anchored(zeros)
+
+    def anchored(self, leaf: Any) -> Any:
+        """Return a leaf as what depends on all that was exchanged, whether this process used it or not."""
+        if not isinstance(leaf, Tensor) or not is_smooth(leaf):
+            return leaf
+        for anchor in self.anchors:
+            leaf = leaf + anchor.to(leaf)
+        return leaf
 
     def _total(self, leaf: Any, value: Any, end: str) -> Any:
         """Return a sum of numbers as what it is a sum of, differentiable if that is."""
