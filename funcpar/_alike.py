@@ -25,8 +25,9 @@ def described(leaf: Any) -> str:
     return type(leaf).__qualname__
 
 
-def digest(text: str) -> bytes:
-    """Return a short stand-in for a text, the same in every process."""
+def digest(kinds: dict[str, str]) -> bytes:
+    """Return a short stand-in for what the processes must agree on, the same in every process."""
+    text = "\n".join(f"{name} {kind}" for name, kind in sorted(kinds.items()))
     return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
 

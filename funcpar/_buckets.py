@@ -116,16 +116,18 @@ class Sums:
 
 
 def _planned(kinds: Sequence[Kind]) -> list[list[int]]:
-    """Return which tensors travel together, in order."""
+    """Return which tensors travel together, in the order in which they are complete."""
     buckets: list[list[int]] = []
-    open_kind: Any = None
-    filled = 0
+    collected: dict[Any, list[int]] = {}
+    filled: dict[Any, int] = {}
     for k, (shape, dtype, device) in enumerate(kinds):
-        size = shape.numel() * dtype.itemsize
-        if size > _LARGE or open_kind != (dtype, device) or filled + size > _FULL:
+        kind, size = (dtype, device), shape.numel() * dtype.itemsize
+        if size > _LARGE:
             buckets.append([k])
-            open_kind, filled = (None, 0) if size > _LARGE else ((dtype, device), size)
-        else:
-            buckets[-1].append(k)
-            filled += size
-    return buckets
+            continue
+        collected.setdefault(kind, []).append(k)
+        filled[kind] = filled.get(kind, 0) + size
+        if filled[kind] > _FULL:
+            buckets.append(collected.pop(kind))
+            del filled[kind]
+    return buckets + sorted(collected.values(), key=max)

@@ -25,6 +25,7 @@ from funcpar._joint import call_shards, sum_over_shards
 from funcpar._merge import Merge
 from funcpar._overlap import Overlap
 from funcpar._reduce import add_up
+from funcpar._span import Span
 from funcpar._split import Split
 
 
@@ -78,6 +79,7 @@ class Fused:
         found: What each shard evaluated.
         totals: Sums over shards of the gradients of replicated leaves.
         overlap: Sums over processes that are made while backward runs, None if there are no others.
+        value: The value of all processes, None where it is merged.
         order: The differentiated leaves in an order that all processes know.
     """
 
@@ -91,6 +93,7 @@ class Fused:
     found: list[Any] = field(default_factory=list)
     totals: dict[int, Gradient] = field(default_factory=dict)
     overlap: Overlap | None = None
+    value: Tensor | None = None
     order: Sequence[int] = ()
 
     def run(self) -> Any:
@@ -105,18 +108,28 @@ class Fused:
             return self._answer(call_shards(self.frame, bodies, self.split.leaves))
         leaves, axes, self.order = self._plan()
         if not span.is_recorded:
-            self.overlap = Overlap(span, size, leaves, axes, self.order)
+            return self._overlapped(bodies, span, leaves, axes)
         span.open()
-        if span.is_recorded:
-            self.split.share(span.copied)
-        try:
-            return self._answer(
-                call_shards(self.frame, bodies, self.split.leaves, is_joined=self.overlap is None)
-            )
-        except BaseException:
-            if self.overlap is not None:
+        self.split.share(span.copied)
+        return self._answer(call_shards(self.frame, bodies, self.split.leaves))
+
+    def _overlapped(
+        self, bodies: Sequence[Any], span: Span, leaves: Sequence[Any], axes: Sequence[int | None]
+    ) -> Any:
+        """Return the same, gradients having been summed over processes while backward ran."""
+        while True:
+            is_mean = self.value_spec == "mean"
+            self.overlap = Overlap(span, len(bodies), leaves, axes, self.order, is_mean)
+            try:
+                answers = call_shards(self.frame, bodies, self.split.leaves, is_joined=False)
+                totals = self.overlap.totals()
+            except BaseException:
                 self.overlap.abandon()
-            raise
+                raise
+            if totals is not None:
+                self.value, self.totals = totals
+                return self._answer(answers)
+            span.open()  # Nothing has weight anywhere, so that all count the same, once that is known.
 
     def _plan(self) -> tuple[list[Any], list[int | None], list[int]]:
         """Return the differentiated leaves, along what each was split, and an order that all processes know."""
@@ -140,10 +153,10 @@ class Fused:
             for spec, answer in zip(structures, answers, strict=True)
         ]
         found: Evaluation = self.found[0][0]
-        if self.overlap is None:
+        if self.value is None:
             found.value = self.merge.column(self.value_spec, values, "the value")
         else:
-            found.value, self.totals = self.overlap.totals()
+            found.value = self.value
         found.aux = self.merge.trees(self.aux_spec, auxes) if self.gradient.has_aux else None
         rows = [answer[1 + count :] for answer in answers]
         return self.gradient.answer(found, self._gradients(rows))
@@ -169,9 +182,7 @@ class Fused:
                 f"and gradients that are summed over processes while backward runs are no part of a graph.\n"
                 f"Detach that tensor, pass it as an argument, or make the call under torch.no_grad()."
             )
-        weighs = self.value_spec == "mean"
-        share = self.merge.shares()[place] if weighs else 1.0
-        overlap.end(place, found.value * share if share else torch.zeros_like(found.value))
+        overlap.end(place, found.value)
 
     def _sum(self, found: Evaluation, axes: list[int | None]) -> tuple[list[Gradient], list[Gradient], bool]:
         """Sum over shards, unless a gradient is to stay part of a graph.
@@ -236,7 +247,10 @@ class Fused:
         hook = None if self.overlap is None else functools.partial(self.overlap.hook, place)
         if self.value_spec == "sum" or self.merge.is_alone():
             return gradient.evaluate(args, kwargs, None, hook)
-        return gradient.evaluate(args, kwargs, lambda: self.merge.shares()[place], hook)
+        return gradient.evaluate(args, kwargs, functools.partial(self._seed, place), hook)
+
+    def _seed(self, place: int) -> float:
+        return self.merge.shares()[place] if self.overlap is None else self.overlap.seed(place)
 
     def _axes(self, found: Sequence[Any], leaves: list[Any]) -> list[int | None]:
         """Return along which dimension each differentiated leaf was split."""

@@ -50,6 +50,9 @@ class Link:
         self._lost: str | None = None
         self._said: Word | None = None
         self._turn = 0
+        self._has_spoken = False
+        # What all processes have agreed on before: of each call the weight of all shards together.
+        self.expected: dict[tuple[str, bytes], float] = {}
         self._owner: int | None = None
         self._known: set[int] = set()
         self._held: Any = None
@@ -69,6 +72,9 @@ class Link:
                 f'Make them from one thread, or keep this one here with processes="local".'
             )
         self._owner = thread
+        if outer is None:
+            self._turn += 1
+            self._has_spoken = False
         try:
             yield
         except BaseException as error:
@@ -80,12 +86,10 @@ class Link:
 
     def say(self, call: str, told: Any = None) -> Word:
         """Begin an exchange: tell the others where this process is, without waiting for them."""
-        if self._lost is not None:
-            self._raise(ProcessFailedError(f"{call}: {self._lost}"))
         if self._said is not None:  # A failure that was told must have arrived before the next word.
             said, self._said = self._said, None
             said.settle()
-        self._turn += 1
+        self.spoke()
         return Word(self, call, pickle.dumps((True, call, told)))
 
     def meet(self, call: str, told: Any = None) -> list[Any]:
@@ -139,6 +143,16 @@ class Link:
         except RuntimeError as error:
             self._lose(call, error)
 
+    def is_lost(self) -> bool:
+        """Tell whether the others cannot be reached any more."""
+        return self._lost is not None
+
+    def spoke(self) -> None:
+        """Note that the others know of the call, and would wait for its end."""
+        if self._lost is not None:
+            self._raise(ProcessFailedError(self._lost))
+        self._has_spoken = True
+
     def hold(self, sent: Any) -> None:
         """Keep memory alive that is on its way, and that nobody here waits for."""
         self._held = sent
@@ -165,9 +179,8 @@ class Link:
 
     def _tell_failure(self, call: str, error: BaseException) -> None:
         """Say, in place of the next word, that the call has failed here; nobody waits for that."""
-        if self._lost is not None or self._said is not None:
+        if self._lost is not None or self._said is not None or not self._has_spoken:
             return
-        self._turn += 1
         text = f"{type(error).__name__}: {error}"[: _ROOM // 2]
         self._said = Word(self, call, pickle.dumps((False, call, text)))
 
@@ -180,9 +193,12 @@ class Link:
         where = "".join(f"\n  process {k} waits in {there}" for k, there in sorted(present.items()))
         names = f"process{'es' * (len(missing) > 1)} {', '.join(map(str, missing))} of {self.count}"
         if not missing:
-            names = f"one of {self.count} processes"
-        if late:
-            failure: BaseException = CollectiveTimeoutError(
+            failure: BaseException = ReplicaMismatchError(
+                f"{call}: the processes wait for each other in different calls, or sent different shapes:{where}\n"
+                f"Every process must make the same calls in the same order."
+            )
+        elif late:
+            failure = CollectiveTimeoutError(
                 f"{call}: {names} did not come within {self.timeout:g} seconds:{where}\n"
                 f"Every process must make the same calls; initialize(timeout=) sets the limit."
             )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -21,10 +21,17 @@ from funcpar._reduce import add_in_place, add_up
 from funcpar._span import Span
 
 _EXACT = (torch.float32, torch.float64)
+_TAIL = 5
+# Squares of marks are exact in float32, for some processes too.
+_MARKS = 1000
 
 
 class Overlap:
     """The sums of one call of a gradient function.
+
+    Seeds are the weights of the shards, as shares of the weight that all had together in the call
+    before, if there was one like it: what they have now is known at the end, and then divided by.
+    So a step of which nothing is new sends its gradients, and nothing else.
 
     Args:
         span: How the axis goes on in other processes.
@@ -32,6 +39,7 @@ class Overlap:
         leaves: The leaves of the differentiated arguments.
         axes: For each the dimension it is split along; gradients of those are not summed.
         order: The leaves in an order that all processes know.
+        is_mean: Whether shards have weights.
     """
 
     def __init__(
@@ -41,12 +49,13 @@ class Overlap:
         leaves: Sequence[Any],
         axes: Sequence[int | None],
         order: Sequence[int],
+        is_mean: bool,
     ) -> None:
         # Backward reaches the last layers first.
         self._places = [k for k in reversed(order) if axes[k] is None and _has_gradient(leaves[k])]
         kinds = [(leaves[k].shape, leaves[k].dtype, leaves[k].device) for k in self._places]
         dtype, device = (kinds[-1][1], kinds[-1][2]) if kinds else (torch.float64, torch.device("cpu"))
-        self._tail = (torch.Size([2]), dtype if dtype in _EXACT else torch.float64, device)
+        self._tail = (torch.Size([_TAIL]), dtype if dtype in _EXACT else torch.float64, device)
         self._sums = Sums(span.link, span.call, [*kinds, self._tail])
         self._position = {k: position for position, k in enumerate(self._places)}
         self._rows: list[list[tuple[Gradient, bool] | None]] = [[None] * num_here for _ in kinds]
@@ -54,6 +63,23 @@ class Overlap:
         self._missing = [num_here] * len(kinds)
         self._lock = threading.Lock()
         self._span = span
+        self._is_mean = is_mean
+        self._expected = span.link.expected.get(span.key)
+        if self._expected is None:
+            span.open()
+
+    @property
+    def expected(self) -> float:
+        """Return what the weight of all shards together is taken to be."""
+        return self._expected if not self._span.is_open else sum(self._span.layout.weights)
+
+    def seed(self, place: int) -> float:
+        """Return how much a shard's value counts."""
+        return self._weights()[place] / self.expected if self._is_mean else 1.0
+
+    def _weights(self) -> Sequence[float]:
+        span = self._span
+        return span.layout.weights[span.layout.here] if span.is_open else span.weights
 
     def hook(self, place: int, k: int) -> GradientHook | None:
         """Return what a stand-in for leaf ``k`` tells its gradient to, None if that is not summed."""
@@ -62,44 +88,67 @@ class Overlap:
         return GradientHook(partial(self._bring, place, self._position[k]))
 
     def end(self, place: int, value: Tensor) -> None:
-        """Note that a shard's backward is done, and its share of the value."""
+        """Note that a shard's backward is done, and its value."""
         for position, row in enumerate(self._rows):
             if row and row[place] is None:
                 self._bring(place, position, None, False)
-        self._values[place] = value
+        seed = self.seed(place)
+        self._values[place] = value * seed if seed else torch.zeros_like(value)
 
-    def totals(self) -> tuple[Tensor, dict[int, Gradient]]:
-        """Return the value and the gradients of all shards of all processes.
+    def totals(self) -> tuple[Tensor, dict[int, Gradient]] | None:
+        """Return the value and the gradients of all shards of all processes, None if they weigh nothing.
 
         Raises:
             ProcessFailedError: Another process failed.
+            ReplicaMismatchError: Another process was in another call.
         """
         value = add_up(self._values)
         assert value is not None
         carried = value.dtype is self._tail[1]
-        self._sums.put(len(self._places), self._tail_of(value if carried else None, failed=0.0), reusable=True)
+        weight, expected = sum(self._weights()), self.expected
+        self._put_tail(weight, value if carried else None)
         *grads, tail = self._sums.totals()
+        total, weight, failed, mark, square = tail.tolist()
         link, call = self._span.link, self._span.call
-        if tail[1] != 0:  # Whoever failed says so next.
+        if failed:  # Whoever failed says so next.
             link.meet(f"the end of {call}")
-        total = tail[0].clone() if carried else Sums.of(link, call, [value])[0]
-        return total.to(value.device), dict(zip(self._places, grads, strict=True))
+        # The marks of all are equal if, and only if, the mean of squares is the square of the mean.
+        if square * link.count != mark * mark:
+            self._refuse()
+        found = torch.full_like(value, total) if carried else Sums.of(link, call, [value])[0]
+        if self._is_mean and not weight:
+            return None
+        link.expected[self._span.key] = weight
+        if self._is_mean and weight != expected:
+            for tensor in (found, *grads):
+                tensor.mul_(expected / weight)
+        return found, dict(zip(self._places, grads, strict=True))
 
     def abandon(self) -> None:
         """Let the other processes come to an end: this one failed."""
-        if self._span.is_met():
-            self._sums.put(len(self._places), self._tail_of(None, failed=1.0), reusable=True)
+        link = self._span.link
+        if not link.is_lost():
+            link.spoke()
+            self._put_tail(0.0, None, failed=1.0)
             self._sums.abandon()
 
-    def _tail_of(self, value: Tensor | None, failed: float) -> Tensor:
+    def _put_tail(self, weight: float, value: Tensor | None, failed: float = 0.0) -> None:
+        """Give what travels behind the gradients: value, weight, has it failed, and which call this is."""
         _, dtype, device = self._tail
-        tail = torch.tensor([0.0, failed], dtype=dtype, device=device)
+        mark = float(int.from_bytes(self._span.key[1][:2], "little") % _MARKS + 1)
+        tail = torch.tensor([0.0, weight, failed, mark, mark * mark], dtype=dtype)
         if value is not None:
             tail[0] = value
-        return tail
+        self._sums.put(len(self._places), tail.to(device), reusable=True)
+
+    def _refuse(self) -> NoReturn:
+        self._span.open()
+        self._span.layout  # noqa: B018 (raises if the processes are in different calls)
+        raise RuntimeError(f"{self._span.call}: the processes sent sums of different calls.\nStart them all again.")
 
     def _bring(self, place: int, position: int, grad: Gradient, is_own: bool) -> None:
-        self._span.layout  # noqa: B018 (nothing is sent before the processes know to be in one call)
+        if self._span.is_open:  # What is new is compared before anything is sent.
+            self._span.layout  # noqa: B018
         row = self._rows[position]
         if grad is not None and grad.layout is not torch.strided:
             grad, is_own = grad.to_dense(), True

@@ -11,7 +11,7 @@ import torch._functorch.apis
 from torch import Tensor
 
 from funcpar import distributed, tree
-from funcpar._alike import described
+from funcpar._alike import described, digest
 from funcpar._axes import InAxes
 from funcpar._binding import Argument, Binder, check_in_axes, static_positions
 from funcpar._devices import Device, resolve
@@ -171,6 +171,7 @@ class _Mapped:
         self.devices = devices
         self.weight = weight
         self.spans = spans
+        self.signatures: dict[Any, bytes] = {}
         self.gradient, self.wrapped = gradient_within(fun)
         self.takes_local_gradient = _is_torch_func_gradient(fun)
         if self.gradient is not None:
@@ -197,7 +198,7 @@ class _Mapped:
         else:
             weights = self._weights(split)
             span = self._spanning(link, arguments, split, weights)
-            streams = Streams(lambda: span.layout.offset)
+            streams = Streams(link.index << 32)  # Far apart, so that nobody need ask how many others have.
         frame = Frame(
             split.devices,
             self.axis_name,
@@ -235,17 +236,28 @@ class _Mapped:
 
     def _spanning(self, link: Link, arguments: list[Argument], split: Split, weights: list[float]) -> Span:
         """Return the call over all processes; gradients of what they share are summed over them."""
-        paths = self.in_axes.paths(arguments, split)
-        kinds = {
-            path: described(leaf)
-            for path, leaf, axis in zip(paths, split.whole, split.axes, strict=True)
-            if axis is None
-        }
         leaves = [leaf for leaf in split.whole if isinstance(leaf, Tensor)]
         is_recorded = is_transformed() or (
             torch.is_grad_enabled() and any(leaf.requires_grad for leaf in leaves)
         )
-        return Span(link, self.call, kinds, weights, is_recorded)
+
+        def kinds() -> dict[str, str]:
+            paths = self.in_axes.paths(arguments, split)
+            shared = zip(paths, split.whole, split.axes, strict=True)
+            return {path: described(leaf) for path, leaf, axis in shared if axis is None} | {
+                "the results": "part of a graph" if is_recorded else "plain"
+            }
+
+        # The texts are the same in all processes, and long: this process knows them by what is quick to compare.
+        quick = (is_recorded, *(spec for _, spec in split.arguments), *(
+            (leaf.dtype, leaf.shape) if isinstance(leaf, Tensor) else described(leaf)
+            for leaf, axis in zip(split.whole, split.axes, strict=True)
+            if axis is None
+        ))  # fmt: skip
+        signature = self.signatures.get(quick)
+        if signature is None:
+            signature = self.signatures[quick] = digest(kinds())
+        return Span(link, self.call, signature, kinds, weights, is_recorded)
 
     def _plain(
         self, split: Split, frame: Frame, merge: Merge, out_axes: Any, fused: Fused | None = None

@@ -53,8 +53,8 @@ class Streams:
 
     __slots__ = ("_source", "_streams")
 
-    def __init__(self, offset: Callable[[], int] | None = None) -> None:
-        """Make the streams of shards that are numbered from ``offset()`` on, by default from 0."""
+    def __init__(self, offset: int = 0) -> None:
+        """Make the streams of shards that are numbered from `offset` on."""
         self._source = _Source(offset)
         self._streams: dict[int, Stream] = {}
 
@@ -74,7 +74,7 @@ class _Source:
 
     __slots__ = ("_base", "_offset", "_parent")
 
-    def __init__(self, offset: Callable[[], int] | None = None) -> None:
+    def __init__(self, offset: int = 0) -> None:
         self._parent = _here.stream
         self._offset = offset
         self._base: int | None = None
@@ -88,7 +88,7 @@ class _Source:
                     parent = self._parent
                     self._base = _draw(torch.default_generator if parent is None else parent.generator)
                 base = self._base
-        return _mix(base, rank if self._offset is None else self._offset() + rank)
+        return _mix(base, self._offset + rank)
 
 
 class Stream:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from funcpar._across import copied, summed
-from funcpar._alike import check_alike, described, digest, digest_of_values
+from funcpar._alike import check_alike, described, digest_of_values
 from funcpar._errors import ReplicaMismatchError
 from funcpar._graph import is_smooth, is_wrapped
 from funcpar._link import Link, Word
@@ -55,13 +55,13 @@ class Layout:
 class Span:
     """One call over all processes, in this one.
 
-    The others are told of it when the shards start, and listened to when the first shard asks for what
-    they say: latency hides behind the function.
+    The others are told of it at the start, or when the first shard asks for what they say.
 
     Args:
         link: The line to the other processes.
         call: The call, such as ``pmap(train_step)``.
-        kinds: What the processes must agree on, by path.
+        signature: A stand-in for what the processes must agree on.
+        kinds: Returns that, by path.
         weights: Weight of each shard here.
         is_recorded: Whether results may be part of the caller's graph.
 
@@ -70,21 +70,34 @@ class Span:
     """
 
     def __init__(
-        self, link: Link, call: str, kinds: dict[str, str], weights: Sequence[float], is_recorded: bool
+        self,
+        link: Link,
+        call: str,
+        signature: bytes,
+        kinds: Callable[[], dict[str, str]],
+        weights: Sequence[float],
+        is_recorded: bool,
     ) -> None:
         self.link = link
         self.call = call
+        self.key = call, signature
+        self.weights = tuple(weights)
         self.is_recorded = is_recorded
-        self._kinds = kinds | {"the results": "part of a graph" if is_recorded else "plain"}
-        self._weights = tuple(weights)
+        self._kinds = kinds
         self._lock = threading.Lock()
         self._layout: Layout | None = None
         self._word: Word | None = None
         self.anchors: list[Tensor] = []
 
     def open(self) -> None:
-        """Tell the other processes of the call."""
-        self._word = self.link.say(self.call, (_digest(self._kinds), self._weights))
+        """Tell the other processes of the call, and begin to listen to them."""
+        if self._word is None:
+            self._word = self.link.say(self.call, (self.key[1], self.weights))
+
+    @property
+    def is_open(self) -> bool:
+        """Tell whether the other processes were told of the call."""
+        return self._word is not None
 
     @property
     def layout(self) -> Layout:
@@ -99,22 +112,16 @@ class Span:
                     self._layout = self._met()
         return self._layout
 
-    def is_met(self) -> bool:
-        """Wait for the others, and tell whether all are in this call."""
-        try:
-            return self.layout is not None
-        except Exception:
-            return False
-
     def numbers(self, num_here: int) -> tuple[int, int]:
         """Return the rank of the first shard here and the number of all, as far as that is known."""
         return (0, num_here) if self._layout is None else (self._layout.offset, self._layout.size)
 
     def _met(self) -> Layout:
+        self.open()
         assert self._word is not None
         told = self._word.answers()
         if any(theirs != told[0][0] for theirs, _ in told):
-            check_alike(self.link, self.call, self._kinds)
+            check_alike(self.link, self.call, self._kinds())
         weights = tuple(weight for _, theirs in told for weight in theirs)
         # What counts nothing anywhere is a mean of 0/0: each shard's value, undivided.
         weights = weights if any(weights) else (1.0,) * len(weights)
@@ -254,7 +261,3 @@ def _is_differentiated(leaf: Tensor) -> bool:
     if not is_smooth(leaf):
         return False
     return (leaf.requires_grad and torch.is_grad_enabled()) or is_wrapped(leaf) or in_dual_level()
-
-
-def _digest(kinds: dict[str, str]) -> bytes:
-    return digest("\n".join(f"{name} {kind}" for name, kind in sorted(kinds.items())))
