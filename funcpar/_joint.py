@@ -142,10 +142,10 @@ def _call_joined(
     for piece in pieces:
         piece.which += [sources.index(closed_over[id(leaf)]) for leaf in piece.closed_over]
         piece.ins += piece.closed_over
-    if not any(piece.outs for piece in pieces):
+    if frame.span is None and not any(piece.outs for piece in pieces):
         return [answer for answer, _ in answers]
     anchor, *outs = apply(_Joint, _Graphs(frame, pieces, sources), *sources.tensors)
-    if frame.span is not None and before[0] is None:
+    if frame.span is not None:
         frame.span.anchors.append(anchor)
     joined = iter(outs)
     merged = [[next(joined) if _needs_gradient(leaf) else leaf for leaf in answer] for answer, _ in answers]
@@ -256,7 +256,12 @@ class _Graphs:
 
         bodies = [partial(backward, piece) for piece in self.pieces]
         rows = _call_joined(self.frame, bodies, cotangents, _Sources(self.sources), self.pieces)
-        return [add_up([row[k] for row in rows]) for k in range(len(wanted))]
+        grads = [add_up([row[k] for row in rows]) for k in range(len(wanted))]
+        if self.frame.span is not None:
+            anchor = self.frame.span.anchors.pop()
+            if all(grad is None for grad in grads):  # The other processes' gradients have a backward too.
+                return [torch.zeros_like(source) + anchor.to(source) for source in self.sources]
+        return grads
 
 
 def _pull_piece(

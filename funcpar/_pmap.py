@@ -198,7 +198,7 @@ class _Mapped:
         else:
             weights = self._weights(split)
             span = self._spanning(link, arguments, split, weights)
-            streams = Streams(link.index << 32)  # Far apart, so that nobody need ask how many others have.
+            streams = Streams(link.index << 20)  # Far apart, so that nobody need ask how many others have.
         frame = Frame(
             split.devices,
             self.axis_name,
@@ -210,6 +210,10 @@ class _Mapped:
             span=span,
         )
         merge = Merge(self.call, split, weights, span)
+        with nullcontext() if span is None else span:
+            return self._run(split, frame, merge)
+
+    def _run(self, split: Split, frame: Frame, merge: Merge) -> Any:
         if self.gradient is None:
             return self._plain(split, frame, merge, self.out_axes)
         fused = Fused(self.gradient, self.fun, split, frame, merge, self.value_spec, self.aux_spec)

@@ -89,6 +89,12 @@ class Span:
         self._word: Word | None = None
         self.anchors: list[Tensor] = []
 
+    def __enter__(self) -> Span:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.anchors.clear()  # The graphs that they are in lead back here.
+
     def open(self) -> None:
         """Tell the other processes of the call, and begin to listen to them."""
         if self._word is None:
@@ -158,7 +164,8 @@ class Span:
         everyone = self.link.meet(what, list(kinds.values()))
         if any(theirs != everyone[0] for theirs in everyone):
             check_alike(self.link, what, kinds)
-        return summed(self.link, what, leaves)
+        # Where no shard counts, they are zeros; in the graph all the same, as those of the others are.
+        return summed(self.link, what, [self.anchored(leaf) for leaf in leaves])
 
     def settled(self, names: Sequence[str], kinds: Sequence[str], leaves: list[Any]) -> list[Any]:
         """Return output leaves as all processes have them: sums added up, what is the same compared.

@@ -1,0 +1,138 @@
+"""What processes of one axis compute together: each function runs in every process and returns what it found."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import funcpar as fp
+
+ROWS = 13
+
+
+def joined(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a function run with processes joined, on so many devices each."""
+
+    @functools.wraps(fun)
+    def run(num_devices: int, *args: Any) -> Any:
+        fp.set_cpu_devices(num_devices)
+        fp.distributed.initialize(timeout=20)
+        try:
+            return fun(*args)
+        finally:
+            fp.distributed.shutdown()
+
+    return run
+
+
+def own(tensor: Tensor, rows: tuple[int, ...]) -> Tensor:
+    """Return this process's rows."""
+    return tensor.split(list(rows))[fp.distributed.process_index()] if len(rows) > 1 else tensor
+
+
+def data() -> tuple[Tensor, Tensor]:
+    """Return inputs and targets, the same everywhere."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(ROWS, 3, dtype=torch.float64, generator=generator)
+    return x, x.sum(1, keepdim=True)
+
+
+def model() -> tuple[Any, dict[str, Tensor]]:
+    """Return a network as a function, and its parameters, the same everywhere."""
+    torch.manual_seed(0)
+    return fp.functionalize(nn.Sequential(nn.Linear(3, 16), nn.Tanh(), nn.Linear(16, 1)).double())
+
+
+@joined
+def train(rows: tuple[int, ...], num_steps: int) -> tuple[list[float], dict[str, Tensor]]:
+    """Train; return the losses and the parameters."""
+    apply, params = model()
+    x, y = (own(t, rows) for t in data())
+    step = fp.pmap(fp.value_and_grad(lambda params, x, y: (apply(params, x) - y).square().mean()))
+    optimizer = torch.optim.AdamW(params.values(), lr=0.01)
+    losses = []
+    for _ in range(num_steps):
+        loss, grads = step(params, x, y)
+        for name, param in params.items():
+            param.grad = grads[name]
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, params
+
+
+def _loss(apply: Any) -> Any:
+    return lambda params, x, y: (apply(params, x) - y).square().mean()
+
+
+@joined
+def results(rows: tuple[int, ...]) -> dict[str, Any]:
+    """Return outputs and derivatives of every kind."""
+    apply, params = model()
+    x, y = (own(t, rows) for t in data())
+    loss_fn = _loss(apply)
+    leaf = {name: param.clone().requires_grad_() for name, param in params.items()}
+    found: dict[str, Any] = {}
+    found["value"] = fp.pmap(loss_fn)(params, x, y)
+    found["rows"] = fp.pmap(apply)(params, x)
+    found["several"] = fp.pmap(
+        lambda p, x: {"b": x * 2, "mean": x.mean(), "sum": x.sum(0), "count": 3, "same": p["0.bias"] + 1},
+        out_axes={"b": 0, "mean": "mean", "sum": "sum", "count": None, "same": None},
+    )(params, x)
+    found["python sum"] = fp.pmap(lambda p, x: float(x.sum()), out_axes="sum")(params, x)
+    fp.pmap(loss_fn)(leaf, x, y).backward()
+    found["backward"] = {name: param.grad for name, param in leaf.items()}
+    same = fp.pmap(lambda p, x: p["0.bias"].sum() * fp.psum(x.sum()), out_axes=None)(leaf, x)
+    found["same, differentiated"] = torch.autograd.grad(same, leaf["0.bias"])
+    rowwise = fp.pmap(apply)(leaf, x)
+    found["rows, differentiated"] = torch.autograd.grad(rowwise.square().sum(), list(leaf.values()))
+    found["fused, aux"] = fp.pmap(
+        fp.value_and_grad(lambda p, x, y: (loss_fn(p, x, y), x.sum(1)), has_aux=True), out_axes=("mean", 0)
+    )(params, x, y)
+    found["grad of rows"] = fp.pmap(fp.grad(loss_fn, argnums=(0, 1)))(params, x, y)[1]
+    found["torch.func"] = torch.func.grad(lambda p: fp.pmap(loss_fn)(p, x, y))(params)
+    found["fp"] = fp.grad(lambda p: fp.pmap(loss_fn)(p, x, y))(params)
+    bias = params["2.bias"]
+    with_bias = lambda b: fp.pmap(loss_fn)({**params, "2.bias": b}, x, y)
+    found["hessian"] = torch.func.hessian(with_bias)(bias)
+    found["jvp"] = torch.func.jvp(with_bias, (bias,), (torch.ones_like(bias),))
+    first = torch.autograd.grad(fp.pmap(loss_fn)(leaf, x, y), list(leaf.values()), create_graph=True)
+    second = torch.autograd.grad(sum(g.square().sum() for g in first), list(leaf.values()))
+    found["penalty"] = second
+    inner = fp.pmap(fp.grad(loss_fn))(leaf, x, y)
+    found["penalty, fused"] = torch.autograd.grad(
+        sum(g.square().sum() for g in inner.values()), list(leaf.values())
+    )
+    closed = leaf["0.weight"]
+    loss = fp.pmap(lambda x, y: loss_fn({**params, "0.weight": closed}, x, y), in_axes=0)(x, y)
+    found["closed over"] = torch.autograd.grad(loss, closed)
+    found["weights"] = fp.pmap(fp.value_and_grad(loss_fn), weight=lambda p, x, y: len(x) ** 2)(params, x, y)
+    return found
+
+
+@joined
+def shards(rows: tuple[int, ...]) -> dict[str, Any]:
+    """Return what shards know of their axis."""
+    x, _ = (own(t, rows) for t in data())
+    found = {
+        "index": fp.pmap(lambda x: torch.full((len(x),), fp.axis_index()), in_axes=0)(x),
+        "size": fp.pmap(lambda x: fp.axis_size(), in_axes=0)(x),
+        "pmean": fp.pmap(lambda x: fp.pmean(x.mean(0)), in_axes=0, out_axes=None)(x),
+        "psum, local": fp.pmap(lambda x: fp.psum(len(x)), in_axes=0, processes="local")(x),
+        "gathered": fp.pmap(lambda x: fp.all_gather(float(len(x))), in_axes=0, out_axes=None)(x),
+    }
+    torch.manual_seed(3)
+    found["dropout"] = fp.pmap(lambda x: F.dropout(torch.ones(len(x), 64)), in_axes=0)(x)
+    found["dropout, fused"] = fp.pmap(fp.grad(lambda p, x: F.dropout(p * torch.ones(len(x), 64)).mean()))(
+        torch.ones(64), x
+    )
+    large = torch.arange(40_000.0)
+    found["large"] = fp.pmap(lambda p, x: fp.psum(p * len(x)), out_axes=None)(large, x)
+    norm = fp.SyncBatchNorm(3).double()
+    apply, params, buffers = fp.functionalize_with_buffers(norm)
+    found["batch norm"] = fp.pmap(apply, in_axes=(None, None, 0), out_axes=(0, None))(params, buffers, x)
+    return found
