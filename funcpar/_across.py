@@ -20,8 +20,10 @@ from funcpar._graph import Gradient, apply, is_smooth
 from funcpar._link import Link
 
 
-def summed(link: Link, call: str, leaves: Sequence[Tensor], totals: list[Tensor] | None = None) -> list[Tensor]:
-    """Return the sum of each tensor over processes; ``totals`` if it is known, and only derivatives are not."""
+def summed(
+    link: Link, call: str, leaves: Sequence[Tensor], totals: list[Tensor] | None = None
+) -> list[Tensor]:
+    """Return each tensor's sum over processes: ``totals``, if they are known and only derivatives are not."""
     return list(apply(Summed, link, call, totals, *leaves)) if leaves else []
 
 
@@ -83,7 +85,7 @@ class _Linear(torch.autograd.Function):
         dim = cls.batch_dim
         moved = []
         for leaf, at in zip(inputs[cls.num_options :], in_dims[cls.num_options :], strict=True):
-            shape = leaf.shape[:dim] + (info.batch_size,) + leaf.shape[dim:]
+            shape = (*leaf.shape[:dim], info.batch_size, *leaf.shape[dim:])
             moved.append(leaf.unsqueeze(dim).expand(shape) if at is None else leaf.movedim(at, dim))
         outs = cls.of(cls._tangents(inputs[: cls.num_options]), moved)
         return tuple(outs), (dim,) * len(outs)
@@ -126,7 +128,9 @@ class Copied(_Linear):
         link, call = options
         there = [given is not None and is_smooth(given) for given in cotangents]
         with link.call(f"the backward of {call}"):
-            wanted = [any(column) for column in zip(*link.meet(f"the backward of {call}", there), strict=True)]
+            wanted = [
+                any(column) for column in zip(*link.meet(f"the backward of {call}", there), strict=True)
+            ]
             places = [k for k, is_wanted in enumerate(wanted) if is_wanted]
             given = _filled([cotangents[k] for k in places], [shapes[k] for k in places])
             grads: list[Gradient] = [None] * len(cotangents)
@@ -144,7 +148,9 @@ class Gathered(_Linear):
     @staticmethod
     def forward(link: Link, call: str, counts: tuple[int, ...], *leaves: Tensor) -> tuple[Tensor, ...]:
         rows = link.values(call, list(leaves))
-        return tuple(torch.cat([row.to(leaves[0].device) for row in column]) for column in zip(*rows, strict=True))
+        return tuple(
+            torch.cat([row.to(leaves[0].device) for row in column]) for column in zip(*rows, strict=True)
+        )
 
     @staticmethod
     def pull(options: tuple[Any, ...], cotangents: list[Gradient], shapes: Any) -> list[Gradient]:

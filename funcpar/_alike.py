@@ -67,6 +67,6 @@ def check_alike(link: Link, call: str, kinds: dict[str, str]) -> None:
         raise link.agreed(
             ReplicaMismatchError(
                 f"{call}: the processes give different structures, shapes or numbers:{listed}\n"
-                f"Build the same model in every process; what differs by process must be split, not replicated."
+                f"Build the same model in every process; split what differs, instead of replicating it."
             )
         )

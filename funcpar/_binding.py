@@ -11,6 +11,8 @@ import torch
 
 from funcpar import tree
 
+SPECS = ("auto", "mean", "sum", "stack", "shards")
+
 
 @dataclass(slots=True)
 class Argument:
@@ -149,4 +151,22 @@ def check_in_axes(call: str, spec: Any, binder: Binder) -> None:
         if leaf != "auto" and (isinstance(leaf, bool) or not isinstance(leaf, int)):
             raise TypeError(
                 f"{call}: {path}={leaf!r} is not an axis.\nGive an int (split along it) or None (replicate)."
+            )
+
+
+def check_out_axes(call: str, spec: Any) -> None:
+    """Refuse what can never be ``out_axes``.
+
+    Raises:
+        ValueError: An entry is a string that is no spec.
+        TypeError: An entry is of another kind.
+    """
+    for path, leaf in tree.leaves_with_path(spec, "out_axes"):
+        if isinstance(leaf, str) and leaf not in SPECS:
+            raise ValueError(
+                f"{call}: {path}={leaf!r} is unknown.\nGive an int, None, or one of {', '.join(SPECS)}."
+            )
+        if isinstance(leaf, bool) or not isinstance(leaf, int | str):
+            raise TypeError(
+                f"{call}: {path}={leaf!r} is not a spec.\nGive an int, None, or one of {', '.join(SPECS)}."
             )

@@ -14,7 +14,6 @@ from funcpar._exchange import complete, keep, recording
 from funcpar._graph import ROOT, Gradient, GradientHook, closed_over, refuse_hidden
 from funcpar._world import in_dual_level
 
-
 # How much the value counts, known when it is: None means 1.
 Seed: TypeAlias = Callable[[], float] | None
 
@@ -41,7 +40,7 @@ def by_autograd(
         )
         for stand, hook in zip(stands, hooks, strict=False):
             if hook is not None and not joined:
-                stand.register_hook(hook)
+                stand.register_hook(hook)  # type: ignore[no-untyped-call]
         grads = _backward(value, stands, seed, tokens, joined)
     if joined:
         keep(tokens)

@@ -20,11 +20,12 @@ from funcpar import tree
 from funcpar._frame import Frame
 from funcpar._grad import Evaluation, GradientFunction, handled
 from funcpar._graph import Gradient
-from funcpar._group import Call, call_site, find
+from funcpar._group import find
 from funcpar._joint import call_shards, sum_over_shards
 from funcpar._merge import Merge
 from funcpar._overlap import Overlap
 from funcpar._reduce import add_up
+from funcpar._request import Call, call_site
 from funcpar._span import Span
 from funcpar._split import Split
 
@@ -131,18 +132,18 @@ class Fused:
                 return self._answer(answers)
             span.open()  # Nothing has weight anywhere, so that all count the same, once that is known.
 
-    def _plan(self) -> tuple[list[Any], list[int | None], list[int]]:
-        """Return the differentiated leaves, along what each was split, and an order that all processes know."""
+    def _plan(self) -> tuple[list[Any], list[int | None], Sequence[int]]:
+        """Return the differentiated leaves, what each was split along, and an order all processes know."""
         found: list[Any] = []
 
         def handler(gradient: GradientFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            found[:] = gradient.differentiated(args, kwargs), gradient.order(args, kwargs)
+            found[:] = gradient.differentiated(args, kwargs)
 
         args, kwargs = self.split.rebuild(self.split.leaves[0])
         with handled(self.gradient, handler):
             self.fun(*args, **kwargs)
-        leaves = [leaf for part, _ in found[0] for leaf in part]
-        return leaves, self._axes(leaves, self.split.leaves[0]), found[1]
+        leaves, spec = found
+        return leaves, self._axes(leaves, self.split.leaves[0]), spec.order()
 
     def _answer(self, answers: list[list[Any]]) -> Any:
         structures = [aux for _, aux, _ in self.found]
@@ -178,8 +179,8 @@ class Fused:
     def _end(self, overlap: Overlap, place: int, found: Evaluation) -> None:
         if found.value.requires_grad:
             raise RuntimeError(
-                f"{self.merge.call}: the value depends on a tensor that requires a gradient and is no argument, "
-                f"and gradients that are summed over processes while backward runs are no part of a graph.\n"
+                f"{self.merge.call}: the value depends on a tensor that requires a gradient and is no "
+                f"argument, so that gradients would be part of a graph; they are summed over processes as they come.\n"
                 f"Detach that tensor, pass it as an argument, or make the call under torch.no_grad()."
             )
         overlap.end(place, found.value)
@@ -229,7 +230,7 @@ class Fused:
             if shard.place == 0:
                 value = self.merge.column(self.value_spec, values, "the value")
                 totals = gradient.finish(found.leaves, [self.totals.get(k) for k in range(len(axes))])
-                whole = value, self._across(totals, axes, gradient.order(args, kwargs))
+                whole = value, self._across(totals, axes, gradient.differentiated(args, kwargs)[1].order())
             call = Call(gradient.call, "result", call_site())
             found.value, grads = shard.group.exchange(shard, call, whole, limited=False)[0]
             mine = gradient.finish(found.leaves, own)

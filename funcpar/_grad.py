@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import inspect
 import threading
 from collections.abc import Callable, Iterator
@@ -106,18 +105,10 @@ class GradientFunction:
             for leaf, grad in zip(leaves, grads, strict=True)
         ]
 
-    def differentiated(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[list[Any], tree.Spec]]:
-        """Return leaves and structure of each differentiated argument."""
-        return [
-            tree.flatten(args[slot] if isinstance(slot, int) else kwargs[slot])
-            for slot in self._slots(args, kwargs)
-        ]
-
-    def order(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
-        """Return the differentiated leaves in an order that does not depend on the order of keys."""
-        specs = [spec for _, spec in self.differentiated(args, kwargs)]
-        starts = itertools.accumulate((spec.num_leaves for spec in specs), initial=0)
-        return [start + k for start, spec in zip(starts, specs, strict=False) for k in spec.order()]
+    def differentiated(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], tree.Spec]:
+        """Return the leaves of the differentiated arguments, and the structure of the list of those."""
+        slots = self._slots(args, kwargs)
+        return tree.flatten([args[slot] if isinstance(slot, int) else kwargs[slot] for slot in slots])
 
     def evaluate(
         self,
@@ -133,8 +124,7 @@ class GradientFunction:
         if torch.is_inference_mode_enabled():  # Inference tensors cannot be part of a graph.
             args, kwargs = tree.map(recordable, (args, kwargs))
         slots = self._slots(args, kwargs)
-        flat = self.differentiated(args, kwargs)
-        leaves = [leaf for part, _ in flat for leaf in part]
+        leaves, spec = self.differentiated(args, kwargs)
         for leaf in leaves:
             if not isinstance(leaf, Tensor) and holds_tensors(leaf):
                 raise TypeError(
@@ -144,16 +134,12 @@ class GradientFunction:
                 )
         chosen = [k for k, leaf in enumerate(leaves) if _is_differentiable(leaf)]
 
-        def build(new: list[Any]) -> list[Any]:
-            rest = iter(new)
-            return [tree.unflatten(spec, [next(rest) for _ in part]) for part, spec in flat]
-
         def call(*stands: Tensor) -> tuple[Tensor, Any]:
             new = list(leaves)
             for k, stand in zip(chosen, stands, strict=True):
                 new[k] = stand
             new_args, new_kwargs = list(args), dict(kwargs)
-            for slot, part in zip(slots, build(new), strict=True):
+            for slot, part in zip(slots, tree.unflatten(spec, new), strict=True):
                 if isinstance(slot, int):
                     new_args[slot] = part
                 else:
@@ -167,9 +153,10 @@ class GradientFunction:
         grads: list[Gradient] = [None] * len(leaves)
         for k, grad in zip(chosen, some, strict=True):
             grads[k] = grad
-        return Evaluation(
-            value, aux, leaves, grads, lambda new: build(new)[0] if self.single else tuple(build(new))
-        )
+        return Evaluation(value, aux, leaves, grads, lambda new: self._joined(tree.unflatten(spec, new)))
+
+    def _joined(self, parts: list[Any]) -> Any:
+        return parts[0] if self.single else tuple(parts)
 
     def _slots(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int | str]:
         """Return where each differentiated argument is: a position in args or a name in kwargs."""

@@ -110,8 +110,11 @@ def _owners_in_hooks() -> tuple[tuple[int, ...], ...]:
 
     with torch.inference_mode(False), torch.enable_grad():
         w = torch.zeros(3, 2, requires_grad=True)
-        for out in ((w * torch.ones(3, 2)).sum(), torch.nn.functional.linear(torch.ones(4, 2), w).square().sum()):
-            handle = w.register_hook(Counting(print))
+        for out in (
+            (w * torch.ones(3, 2)).sum(),
+            torch.nn.functional.linear(torch.ones(4, 2), w).square().sum(),
+        ):
+            handle = w.register_hook(Counting(print))  # type: ignore[no-untyped-call]
             torch.autograd.grad(out, [w])
             handle.remove()
     return tuple(found)

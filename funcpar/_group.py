@@ -9,49 +9,16 @@ with an error, at once or at the time limit.
 from __future__ import annotations
 
 import _thread
-import os
-import sys
 from collections.abc import Callable, Hashable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeAlias
-
-import torch
 
 from funcpar._devices import Device
 from funcpar._errors import CollectiveTimeoutError, ReplicaMismatchError, ShardAborted, UnboundAxisError
 from funcpar._limits import waiting_time
+from funcpar._request import Call
 from funcpar._span import Span
-
-_NOT_THE_USERS = tuple(str(Path(file).parent) + os.sep for file in (__file__, torch.__file__))
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """What a shard asks for when it comes to meet the others; all must ask for the same.
-
-    Attributes:
-        name: The operation, as the user wrote it.
-        signature: Options, structure, shapes and dtypes; compared by ``==``, shown by ``str``.
-        site: File and line of the user's code.
-    """
-
-    name: str
-    signature: Hashable
-    site: str
-
-    def matches(self, other: Call) -> bool:
-        """Tell whether both ask for the same; the place in the code may differ."""
-        return self.name == other.name and self.signature == other.signature
-
-    @property
-    def asked(self) -> str:
-        """Return what is asked for, without the place in the code."""
-        return self.name if self.signature is None else f"{self.name}({self.signature})"
-
-    def __str__(self) -> str:
-        return f"{self.asked} at {self.site}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,14 +226,6 @@ def _returned_early(returned: int, rank: int, call: Call) -> Callable[[], BaseEx
 
 def _first(pair: tuple[int, Any]) -> int:
     return pair[0]
-
-
-def call_site() -> str:
-    """Return file and line of the innermost frame that is neither this package's nor torch's."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
-        frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 _live: ContextVar[tuple[Shard, ...]] = ContextVar("funcpar_live", default=())

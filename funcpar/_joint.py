@@ -11,9 +11,8 @@ caller's levels, and build the caller's own graph.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -24,54 +23,13 @@ from funcpar._depends import check_closed_over, depended_on, sequence_number
 from funcpar._exchange import complete, recording
 from funcpar._frame import Frame
 from funcpar._graph import ROOT, Gradient, apply, owned, refuse_hidden
-from funcpar._group import Call, current
+from funcpar._group import current
+from funcpar._pieces import Piece, Sources
 from funcpar._reduce import add_up, reduce_share
+from funcpar._request import Call
 from funcpar._world import is_transformed
 
 Leafwise: TypeAlias = Callable[[list[Any]], list[Any]]
-
-
-@dataclass(slots=True)
-class Piece:
-    """One shard's part of a joint graph: ``outs`` depend on ``ins`` in a graph of that shard.
-
-    ``ins[k]`` is a stand-in for ``sources[which[k]]`` of the joint graph, or that tensor itself.
-    ``closed_over`` are those that are no arguments; if there are any, ``nodes`` are those of the graph
-    and ``outside`` those that the shard did not make. ``tokens`` are those of the exchanges between
-    shards that the graph contains.
-    """
-
-    outs: list[Tensor]
-    ins: list[Tensor]
-    which: list[int]
-    closed_over: list[Tensor]
-    nodes: set[Any]
-    outside: set[Any]
-    tokens: list[Gradient]
-    is_gradient: bool
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether others run backward through parts of this graph, so that one must not free it.
-
-        The graph of a gradient contains that of the forward, which has a backward of its own.
-        """
-        return self.is_gradient or bool(self.closed_over)
-
-
-class _Sources:
-    """The tensors that a joint graph starts from, each once."""
-
-    def __init__(self, tensors: Iterable[Tensor] = ()) -> None:
-        self.tensors = list(tensors)
-        self._index = {id(tensor): k for k, tensor in enumerate(self.tensors)}
-
-    def index(self, tensor: Tensor) -> int:
-        """Return the position of a tensor, at the end if it is new."""
-        k = self._index.setdefault(id(tensor), len(self.tensors))
-        if k == len(self.tensors):
-            self.tensors.append(tensor)
-        return k
 
 
 def call_shards(
@@ -112,14 +70,14 @@ def _call_shards(
     nested = len(bodies) == 1 and current() is not None  # Part of the graph of the shard around it.
     if nested or not is_joined or not torch.is_grad_enabled() or is_transformed():
         return frame.run([partial(body, leaves) for body, leaves in zip(bodies, inputs, strict=True)])
-    return _call_joined(frame, bodies, inputs, _Sources(), [None] * len(bodies))
+    return _call_joined(frame, bodies, inputs, Sources(), [None] * len(bodies))
 
 
 def _call_joined(
     frame: Frame,
     bodies: Sequence[Leafwise],
     inputs: Sequence[list[Any]],
-    sources: _Sources,
+    sources: Sources,
     before: Sequence[Piece | None],
 ) -> list[list[Any]]:
     """Run the bodies on stand-ins, and make what they return part of the caller's graph.
@@ -159,7 +117,7 @@ def _call_joined(
 
 
 def _copied(frame: Frame, pieces: Sequence[Piece], before: Sequence[Piece | None]) -> dict[int, Tensor]:
-    """Return what stands for each closed-over tensor outside, so that its gradient is that of all processes."""
+    """Return what stands for each closed-over tensor outside: its gradient is that of all processes."""
     found = {id(leaf): leaf for piece in pieces for leaf in piece.closed_over}
     if frame.span is None or (before[0] is not None and not found):
         return found
@@ -217,7 +175,7 @@ class _Joint(torch.autograd.Function):
 class _Graphs:
     """The graphs of all shards of one call, and how to run their backward."""
 
-    def __init__(self, frame: Frame, pieces: list[Piece], sources: _Sources) -> None:
+    def __init__(self, frame: Frame, pieces: list[Piece], sources: Sources) -> None:
         self.frame = frame
         self.pieces = pieces
         self.sources = sources.tensors
@@ -255,7 +213,7 @@ class _Graphs:
             return row
 
         bodies = [partial(backward, piece) for piece in self.pieces]
-        rows = _call_joined(self.frame, bodies, cotangents, _Sources(self.sources), self.pieces)
+        rows = _call_joined(self.frame, bodies, cotangents, Sources(self.sources), self.pieces)
         grads = [add_up([row[k] for row in rows]) for k in range(len(wanted))]
         if self.frame.span is not None:
             anchor = self.frame.span.anchors.pop()

@@ -9,12 +9,11 @@ The processes speak in turns, so all must make the same exchanges in the same or
 
 from __future__ import annotations
 
+import contextlib
 import datetime
-import io
 import pickle
 import threading
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NoReturn
 
@@ -23,13 +22,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from funcpar._errors import CollectiveTimeoutError, ProcessFailedError, ReplicaMismatchError
+from funcpar._errors import ProcessFailedError, ReplicaMismatchError
+from funcpar._packing import packed, unpacked
+from funcpar._whereabouts import Whereabouts
 
 # A word up to this size travels in one message.
 _ROOM = 1 << 10
 _HEAD = 8
-# How long a process that lost the others waits for them to say where they are.
-_GRACE = 2.0
+# Seconds that a process that leaves gives the others to leave too.
+_FAREWELL = 5.0
 
 
 class Link:
@@ -38,13 +39,11 @@ class Link:
     Attributes:
         index: Which process this is.
         count: How many there are.
-        timeout: Seconds that a process waits for the others.
     """
 
     def __init__(self, words: Any, tensors: Any, timeout: float) -> None:
         self.index: int = words.rank()
         self.count: int = words.size()
-        self.timeout = timeout
         self._words = words
         self._tensors = tensors
         self._lost: str | None = None
@@ -54,8 +53,9 @@ class Link:
         # What all processes have agreed on before: of each call the weight of all shards together.
         self.expected: dict[tuple[str, bytes], float] = {}
         self._owner: int | None = None
-        self._known: set[int] = set()
+        self._agreed_turn = -1
         self._held: Any = None
+        self._whereabouts = Whereabouts(words.get_group_store(), self.index, self.count, timeout)
 
     @contextmanager
     def call(self, name: str) -> Iterator[None]:
@@ -78,7 +78,7 @@ class Link:
         try:
             yield
         except BaseException as error:
-            if outer is None and not self.was_told(error):
+            if outer is None and not self.was_told():
                 self._tell_failure(name, error)
             raise
         finally:
@@ -105,25 +105,19 @@ class Link:
     def values(self, call: str, told: Any) -> list[Any]:
         """The same for anything that pickle takes and that holds plain tensors, of any size."""
         with _plain_tensors():
-            return self._values(call, told)
-
-    def _values(self, call: str, told: Any) -> list[Any]:
-        tensors: list[Tensor] = []
-        skeleton = _taken_apart(told, tensors)
-        shapes = [(tensor.dtype, tensor.shape) for tensor in tensors]
-        mine = torch.cat([torch.zeros(0, dtype=torch.uint8), *map(_bytes, tensors)])
-        words = self.meet(call, (skeleton, shapes, mine.numel()))
-        most = max(size for _, _, size in words)
-        rows = [mine[:0]] * self.count
-        if most:
-            room = torch.zeros(most, dtype=torch.uint8)
-            room[: mine.numel()] = mine
-            rows = [torch.empty(most, dtype=torch.uint8) for _ in range(self.count)]
-            self.wait(call, self._words.allgather([rows], [room]))
-        return [
-            told if k == self.index else _put_together(theirs, _unpacked(row, kinds))
-            for k, ((theirs, kinds, _), row) in enumerate(zip(words, rows, strict=True))
-        ]
+            skeleton, kinds, mine = packed(told)
+            words = self.meet(call, (skeleton, kinds, mine.numel()))
+            most = max(size for _, _, size in words)
+            rows = [mine[:0]] * self.count
+            if most:
+                room = torch.zeros(most, dtype=torch.uint8)
+                room[: mine.numel()] = mine
+                rows = [torch.empty(most, dtype=torch.uint8) for _ in range(self.count)]
+                self.wait(call, self._words.allgather([rows], [room]))
+            return [
+                told if k == self.index else unpacked(theirs, kinds, row)
+                for k, ((theirs, kinds, _), row) in enumerate(zip(words, rows, strict=True))
+            ]
 
     def start_sum(self, tensor: Tensor) -> Any:
         """Begin to replace a contiguous tensor by its sum over processes; :meth:`wait` ends it."""
@@ -157,20 +151,24 @@ class Link:
         """Keep memory alive that is on its way, and that nobody here waits for."""
         self._held = sent
 
-    def was_told(self, error: BaseException) -> bool:
-        """Tell whether every process that can be reached knows of an error already."""
-        return id(error) in self._known or self._lost is not None
+    def was_told(self) -> bool:
+        """Tell whether every process that can be reached knows already that this call fails."""
+        return self._agreed_turn == self._turn or self._lost is not None
 
     def agreed(self, error: BaseException) -> BaseException:
-        """Mark an error that every process raises."""
-        self._known = {id(error)}
+        """Note that every process raises, in this call."""
+        self._agreed_turn = self._turn
         return error
 
     def close(self, call: str) -> None:
-        """Tell the others that this process leaves, and end the line."""
-        if self._lost is None and self._said is None:
-            self._said = Word(self, call, pickle.dumps((False, call, "it has ended")))
-            self._said.settle()
+        """Tell the others that this process leaves, wait a moment for them to leave too, and end the line."""
+        if self._lost is None:
+            self._whereabouts.note_end(f"has left: {call}")
+            if self._said is None:
+                word = Word(self, call, pickle.dumps((False, call, "it has left")))
+                with contextlib.suppress(RuntimeError):
+                    word.work.wait(timeout_of(_FAREWELL))
+            self._end()
         self._lost = self._lost or "the line to the other processes is closed"
         self._said = None
 
@@ -182,50 +180,23 @@ class Link:
         if self._lost is not None or self._said is not None or not self._has_spoken:
             return
         text = f"{type(error).__name__}: {error}"[: _ROOM // 2]
+        self._whereabouts.note_end(
+            f"failed in {call}: {text}"
+        )  # In case that it ends before the word arrives.
         self._said = Word(self, call, pickle.dumps((False, call, text)))
 
-    def _lose(self, call: str, error: RuntimeError) -> NoReturn:
+    def _lose(self, call: str, cause: RuntimeError) -> NoReturn:
         """Give up the line, find out who is missing, and raise."""
-        late = "imed out" in str(error) or "imeout" in str(error)
-        present = self._who_is_here(call)
-        self._lost = f"the line to the other processes broke in an earlier call, {call}.\nStart them all again."
-        missing = [k for k in range(self.count) if k not in present]
-        where = "".join(f"\n  process {k} waits in {there}" for k, there in sorted(present.items()))
-        names = f"process{'es' * (len(missing) > 1)} {', '.join(map(str, missing))} of {self.count}"
-        if not missing:
-            failure: BaseException = ReplicaMismatchError(
-                f"{call}: the processes wait for each other in different calls, or sent different shapes:{where}\n"
-                f"Every process must make the same calls in the same order."
-            )
-        elif late:
-            failure = CollectiveTimeoutError(
-                f"{call}: {names} did not come within {self.timeout:g} seconds:{where}\n"
-                f"Every process must make the same calls; initialize(timeout=) sets the limit."
-            )
-        else:
-            failure = ProcessFailedError(
-                f"{call}: {names} is gone ({_first_line(error)}):{where}\n"
-                f"See its own output, and start all again, from a checkpoint."
-            )
-        raise self.agreed(failure) from error
+        self._lost = (
+            f"the line to the other processes broke in an earlier call, {call}.\nStart them all again."
+        )
+        self._whereabouts.note_wait(call, self._turn)
+        self._end()  # Those who wait for this process are told by that.
+        raise self.agreed(self._whereabouts.error(call, self._turn, cause)) from cause
 
-    def _who_is_here(self, call: str) -> dict[int, str]:
-        """Return where the processes are that say so within a moment, this one included."""
-        here = {self.index: call}
-        try:
-            store = self._words.get_group_store()
-            store.set(f"lost/{self.index}", f"{self._turn} {call}")
-            self._words.abort()  # Those who wait for this process are told by that.
-            end = time.monotonic() + _GRACE
-            while time.monotonic() < end and len(here) < self.count:
-                for k in range(self.count):
-                    if k not in here and store.check([f"lost/{k}"]):
-                        turn, there = store.get(f"lost/{k}").decode().split(" ", 1)
-                        here[k] = there if int(turn) == self._turn else f"{there} (another call of it)"
-                time.sleep(0.02)
-        except RuntimeError:  # The store lives in process 0, or with torchrun's agent.
-            pass
-        return here
+    def _end(self) -> None:
+        with contextlib.suppress(RuntimeError):
+            self._words.abort()
 
 
 class Word:
@@ -242,7 +213,7 @@ class Word:
         room[_HEAD : _HEAD + len(fits)] = np.frombuffer(fits, dtype=np.uint8)
         with _plain_tensors():
             self._rows = [torch.empty(_ROOM, dtype=torch.uint8) for _ in range(link.count)]
-            self._work = link._words.allgather([self._rows], [torch.from_numpy(room)])
+            self.work = link._words.allgather([self._rows], [torch.from_numpy(room)])
 
     def answers(self) -> list[Any]:
         """Wait for the others, and return what every process told, in order; see :meth:`Link.meet`."""
@@ -252,7 +223,7 @@ class Word:
 
     def settle(self) -> None:
         """Wait until the others have heard; what they said does not matter."""
-        with _ignored():
+        with contextlib.suppress(RuntimeError, TimeoutError):
             self._received()
 
     def _received(self) -> list[bytes]:
@@ -261,7 +232,7 @@ class Word:
 
     def _read(self) -> list[bytes]:
         link = self._link
-        link.wait(self._call, self._work)
+        link.wait(self._call, self.work)
         heads = [row.numpy().tobytes() for row in self._rows]
         sizes = [int.from_bytes(head[:_HEAD], "little") for head in heads]
         if (most := max(sizes)) <= _ROOM - _HEAD:
@@ -298,55 +269,7 @@ class Word:
 
 def _plain_tensors() -> AbstractContextManager[None]:
     """Let tensors be made that no torch.func transform around the call wraps."""
-    return torch._C._DisableFuncTorch()  # type: ignore[no-any-return]
-
-
-@contextmanager
-def _ignored() -> Iterator[None]:
-    try:
-        yield
-    except (RuntimeError, TimeoutError):
-        pass
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).split("] ", 1)[-1].split(". This is", 1)[0]
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-
-
-def _unpacked(row: Tensor, kinds: Sequence[tuple[torch.dtype, torch.Size]]) -> list[Tensor]:
-    tensors, start = [], 0
-    for dtype, shape in kinds:
-        stop = start + shape.numel() * dtype.itemsize
-        tensors.append(row[start:stop].clone().view(dtype).reshape(shape))
-        start = stop
-    return tensors
-
-
-def _taken_apart(value: Any, tensors: list[Tensor]) -> bytes:
-    """Pickle a value without its tensors, which go into the list."""
-
-    class Pickler(pickle.Pickler):
-        def persistent_id(self, found: Any) -> int | None:
-            if not isinstance(found, Tensor):
-                return None
-            tensors.append(found)
-            return len(tensors) - 1
-
-    buffer = io.BytesIO()
-    Pickler(buffer).dump(value)
-    return buffer.getvalue()
-
-
-def _put_together(skeleton: bytes, tensors: list[Tensor]) -> Any:
-    class Unpickler(pickle.Unpickler):
-        def persistent_load(self, place: int) -> Tensor:
-            return tensors[place]
-
-    return Unpickler(io.BytesIO(skeleton)).load()
+    return torch._C._DisableFuncTorch()
 
 
 def timeout_of(seconds: float) -> datetime.timedelta:

@@ -25,7 +25,6 @@ from funcpar._staging import Shards
 
 # What a spec makes of a leaf, seen from the other processes; anything else stays with its process.
 _ACROSS = {"mean": PART, "sum": PART, None: SAME}
-SPECS = ("auto", "mean", "sum", "stack", "shards")
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +122,7 @@ class Merge:
         merged = [self._merged(*each) for each in zip(resolved, columns, paths, strict=True)]
         if self.span is None:
             return merged
-        kinds = [_ACROSS.get(spec, LOCAL) if not isinstance(spec, int) else LOCAL for spec in resolved]
+        kinds = [_ACROSS.get(spec, LOCAL) for spec in resolved]
         # Dicts agree by name, whatever the order of their keys in each process.
         settled = self.span.settled(*([them[k] for k in order] for them in (paths, kinds, merged)))
         for k, leaf in zip(order, settled, strict=True):
@@ -303,22 +302,4 @@ class Merge:
                 f"{self.call}: {path} differs in shape or dtype between shards: "
                 f"{', '.join(kind(leaf) for leaf in column)}; {wanted} needs them alike.\n"
                 f"Return the same from every shard."
-            )
-
-
-def check_out_axes(call: str, spec: Any) -> None:
-    """Refuse what can never be ``out_axes``.
-
-    Raises:
-        ValueError: An entry is a string that is no spec.
-        TypeError: An entry is of another kind.
-    """
-    for path, leaf in tree.leaves_with_path(spec, "out_axes"):
-        if isinstance(leaf, str) and leaf not in SPECS:
-            raise ValueError(
-                f"{call}: {path}={leaf!r} is unknown.\nGive an int, None, or one of {', '.join(SPECS)}."
-            )
-        if isinstance(leaf, bool) or not isinstance(leaf, int | str):
-            raise TypeError(
-                f"{call}: {path}={leaf!r} is not a spec.\nGive an int, None, or one of {', '.join(SPECS)}."
             )

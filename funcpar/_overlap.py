@@ -71,7 +71,9 @@ class Overlap:
     @property
     def expected(self) -> float:
         """Return what the weight of all shards together is taken to be."""
-        return self._expected if not self._span.is_open else sum(self._span.layout.weights)
+        if self._expected is not None and not self._span.is_open:
+            return self._expected
+        return sum(self._span.layout.weights)
 
     def seed(self, place: int) -> float:
         """Return how much a shard's value counts."""
@@ -127,7 +129,7 @@ class Overlap:
     def abandon(self) -> None:
         """Let the other processes come to an end: this one failed."""
         link = self._span.link
-        if not link.is_lost():
+        if not link.was_told():
             link.spoke()
             self._put_tail(0.0, None, failed=1.0)
             self._sums.abandon()
@@ -144,7 +146,9 @@ class Overlap:
     def _refuse(self) -> NoReturn:
         self._span.open()
         self._span.layout  # noqa: B018 (raises if the processes are in different calls)
-        raise RuntimeError(f"{self._span.call}: the processes sent sums of different calls.\nStart them all again.")
+        raise RuntimeError(
+            f"{self._span.call}: the processes sent sums of different calls.\nStart them all again."
+        )
 
     def _bring(self, place: int, position: int, grad: Gradient, is_own: bool) -> None:
         if self._span.is_open:  # What is new is compared before anything is sent.

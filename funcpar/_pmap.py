@@ -13,7 +13,7 @@ from torch import Tensor
 from funcpar import distributed, tree
 from funcpar._alike import described, digest
 from funcpar._axes import InAxes
-from funcpar._binding import Argument, Binder, check_in_axes, static_positions
+from funcpar._binding import Argument, Binder, check_in_axes, check_out_axes, static_positions
 from funcpar._devices import Device, resolve
 from funcpar._frame import Frame
 from funcpar._fused import Fused, gradient_within, specs_of
@@ -21,7 +21,7 @@ from funcpar._grad import recorded
 from funcpar._group import current
 from funcpar._joint import call_shards
 from funcpar._link import Link
-from funcpar._merge import Merge, check_out_axes
+from funcpar._merge import Merge
 from funcpar._random import Streams
 from funcpar._span import Span
 from funcpar._split import Split, weights_of
@@ -252,7 +252,7 @@ class _Mapped:
                 "the results": "part of a graph" if is_recorded else "plain"
             }
 
-        # The texts are the same in all processes, and long: this process knows them by what is quick to compare.
+        # The texts, the same in all processes, are long: this one knows them by what is quick to compare.
         quick = (is_recorded, *(spec for _, spec in split.arguments), *(
             (leaf.dtype, leaf.shape) if isinstance(leaf, Tensor) else described(leaf)
             for leaf, axis in zip(split.whole, split.axes, strict=True)
@@ -275,8 +275,7 @@ class _Mapped:
 
         def body(rank: int, leaves: list[Any]) -> list[Any]:
             args, kwargs = split.rebuild(leaves)
-            alone = fused is None or merge.is_alone()
-            reducing = nullcontext() if alone else fused.reducing(leaves)
+            reducing = nullcontext() if fused is None or merge.is_alone() else fused.reducing(leaves)
             with recorded() as seen, reducing:
                 out, specs[rank] = tree.flatten(self.fun(*args, **kwargs))
             if rank == 0 and self.takes_local_gradient:

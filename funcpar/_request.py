@@ -2,15 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import sys
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from funcpar._group import Call, call_site
 from funcpar._maps import Map
+
+_NOT_THE_USERS = tuple(str(Path(file).parent) + os.sep for file in (__file__, torch.__file__))
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What a shard asks for when it comes to meet the others; all must ask for the same.
+
+    Attributes:
+        name: The operation, as the user wrote it.
+        signature: Options, structure, shapes and dtypes; compared by ``==``, shown by ``str``.
+        site: File and line of the user's code.
+    """
+
+    name: str
+    signature: Hashable
+    site: str
+
+    def matches(self, other: Call) -> bool:
+        """Tell whether both ask for the same; the place in the code may differ."""
+        return self.name == other.name and self.signature == other.signature
+
+    @property
+    def asked(self) -> str:
+        """Return what is asked for, without the place in the code."""
+        return self.name if self.signature is None else f"{self.name}({self.signature})"
+
+    def __str__(self) -> str:
+        return f"{self.asked} at {self.site}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,3 +78,11 @@ class Request:
         """Return what the group compares."""
         kinds = tuple((leaf.dtype, leaf.shape) for leaf in leaves)
         return Call(self.name, Signature(wanted, self.structure, kinds), call_site())
+
+
+def call_site() -> str:
+    """Return file and line of the innermost frame that is neither this package's nor torch's."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"

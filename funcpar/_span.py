@@ -1,4 +1,4 @@
-"""One call whose axis spans all processes: who has which shards, and what they make of their outputs together."""
+"""One call whose axis spans all processes: who has which shards, and what they make of outputs together."""
 
 from __future__ import annotations
 
@@ -204,7 +204,8 @@ class Span:
         zeros = torch.zeros_like(like.detach())
         if is_transformed():
             return torch.where(torch.tensor(False, device=like.device), like, zeros)
-        return self.anchored(zeros)
+        anchored: Tensor = self.anchored(zeros)
+        return anchored
 
     def anchored(self, leaf: Any) -> Any:
         """Return a leaf as what depends on all that was exchanged, whether this process used it or not."""
@@ -225,7 +226,10 @@ class Span:
         """Refuse outputs that differ from process to process."""
         lines = []
         if any(theirs != everyone[0][0] for theirs, _ in everyone):
-            lines = [f"\n  process {k} returned {', '.join(theirs) or 'nothing'}" for k, (theirs, _) in enumerate(everyone)]
+            lines = [
+                f"\n  process {k} returned {', '.join(theirs) or 'nothing'}"
+                for k, (theirs, _) in enumerate(everyone)
+            ]
         else:
             for k, name in enumerate(names):
                 column = [theirs[k] for _, theirs in everyone]
@@ -238,7 +242,7 @@ class Span:
             raise self.link.agreed(
                 ReplicaMismatchError(
                     f"{self.call}: the processes returned different outputs:{''.join(lines)}\n"
-                    f'Return the same from every shard, reduce it (fp.pmean, fp.psum), or say with out_axes '
+                    f"Return the same from every shard, reduce it (fp.pmean, fp.psum), or say with out_axes "
                     f"that it has rows (an int) or is a mean."
                 )
             )
@@ -252,7 +256,7 @@ class _Number:
 
 
 def _told(kind: str, leaf: Any, plain: bool) -> tuple[Any, ...]:
-    """Return what the others need to know of a leaf: its kind, its value or a stand-in, is it differentiated."""
+    """Return what the others need to know of a leaf: kind, value or a stand-in, whether differentiated."""
     if kind == SAME and isinstance(leaf, Tensor):
         return kind, digest_of_values(leaf), _is_differentiated(leaf)
     if kind == SAME:

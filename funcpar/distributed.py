@@ -170,7 +170,9 @@ def broadcast(values: Any, source: int = 0) -> Any:
         )
     leaves, spec = tree.flatten(values)
     if _link is None:
-        return tree.map(lambda leaf: leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf, values)
+        return tree.map(
+            lambda leaf: leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf, values
+        )
     link = _link
     with link.call("broadcast"):
         paths = spec.paths("values")
@@ -203,6 +205,6 @@ def _check_environment(init_method: str | None, rank: int | None, world_size: in
     missing = [name for name in wanted if name not in os.environ]
     if missing:
         raise ValueError(
-            f"initialize: {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not in the environment.\n"
+            f"initialize: the environment lacks {', '.join(missing)}.\n"
             f"Start the program with torchrun, set them, or give init_method, rank and world_size."
         )

@@ -45,7 +45,10 @@ def check_case(case: Case) -> set[str]:
         assert_agrees(list(pull(tuple(cotangents))), wanted, case.exact)
         done |= {"autograd", "vjp"}
     if case.tangent is not None:
-        tangents, wanted = tree.leaves(_own(case.tangent, case.size)), tree.leaves(_own(case.y_dot, case.size))
+        tangents, wanted = (
+            tree.leaves(_own(case.tangent, case.size)),
+            tree.leaves(_own(case.y_dot, case.size)),
+        )
         assert_agrees(list(torch.func.jvp(call, tuple(some), tuple(tangents))[1]), wanted, case.exact)
         with forward_ad.dual_level():
             outs = call(*map(forward_ad.make_dual, some, tangents))
@@ -86,7 +89,9 @@ def check_program(entry: dict[str, Any]) -> None:
     ins, outs = entry["in_axes"], entry["out_axes"]
 
     def body(*args: Tensor) -> dict[str, Tensor]:
-        rows = [arg if axis is None else arg.squeeze(axis) for arg, axis in zip(args, ins.values(), strict=True)]
+        rows = [
+            arg if axis is None else arg.squeeze(axis) for arg, axis in zip(args, ins.values(), strict=True)
+        ]
         program = getattr(golden_programs, entry["program"])
         found = program(*rows, **entry["params"], grad=fp.grad)
         return {name: out.unsqueeze(outs[name]) for name, out in found.items()}

@@ -1,4 +1,4 @@
-"""What processes of one axis compute together: each function runs in every process and returns what it found."""
+"""What processes of one axis compute together: each function here runs in every process."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -110,7 +111,9 @@ def results(rows: tuple[int, ...]) -> dict[str, Any]:
     closed = leaf["0.weight"]
     loss = fp.pmap(lambda x, y: loss_fn({**params, "0.weight": closed}, x, y), in_axes=0)(x, y)
     found["closed over"] = torch.autograd.grad(loss, closed)
-    found["weights"] = fp.pmap(fp.value_and_grad(loss_fn), weight=lambda p, x, y: len(x) ** 2)(params, x, y)
+    tokens = lambda p, x, y: x.square().sum()
+    weighted = lambda p, x, y: ((apply(p, x) - y).square() * x.square().sum(1, True)).sum() / x.square().sum()
+    found["weights"] = fp.pmap(fp.value_and_grad(weighted), weight=tokens)(params, x, y)
     return found
 
 
@@ -136,3 +139,42 @@ def shards(rows: tuple[int, ...]) -> dict[str, Any]:
     apply, params, buffers = fp.functionalize_with_buffers(norm)
     found["batch norm"] = fp.pmap(apply, in_axes=(None, None, 0), out_axes=(0, None))(params, buffers, x)
     return found
+
+
+@joined
+def bytes_of_a_step() -> tuple[int, int]:
+    """Return how many bytes one of many equal steps sends, and the size of its gradients."""
+    apply, params = model()
+    params = {**params, "large": torch.ones(300, 300, dtype=torch.float64)}
+    x, y = data()
+    names = [name for name in params if name != "large"]
+
+    def loss_fn(params: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+        out = apply({name: params[name] for name in names}, x)
+        return (out - y).mean() + params["large"].mean()
+
+    step = fp.pmap(fp.value_and_grad(loss_fn))
+    step(params, x, y)
+    sent: list[int] = []
+    original = dist.all_reduce
+
+    def counted(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        sent.append(tensor.nbytes)
+        return original(tensor, *args, **kwargs)
+
+    dist.all_reduce = counted
+    try:
+        step(params, x, y)
+    finally:
+        dist.all_reduce = original
+    return sum(sent), sum(param.nbytes for param in params.values())
+
+
+@joined
+def broadcast() -> tuple[dict[str, Any], Tensor]:
+    """Return what process 1 had, and what this one had."""
+    index = fp.distributed.process_index()
+    given = torch.full((2,), float(index))
+    found = fp.distributed.broadcast({"w": given, "steps": index}, source=1)
+    found["w"] += 0  # Its own memory.
+    return found, given[0]

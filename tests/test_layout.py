@@ -18,12 +18,13 @@ ROOT = Path(__file__).parent.parent
 LAYERS = [
     name
     for layer in (
-        "_errors _devices _nodes _prefix tree _pages _graph _equality _closure _reduce _staging",
+        "_errors _limits _devices _nodes _prefix tree _pages _graph _equality _closure _reduce _staging",
         "_jvp _world _random _workers _prefetch",
+        "_packing _whereabouts _link _alike distributed _buckets _across _span _overlap",
         "_references _rebind _shell _isolation _functional",
-        "_group _maps _request _exchange _differentiate _grad",
+        "_maps _request _group _meeting _exchange _differentiate _grad",
         "_operand _collectives _gathers _permutations _batchnorm",
-        "_depends _frame _joint _call",
+        "_depends _frame _pieces _joint _call",
         "_binding _split _axes _merge _fused _pmap _check",
     )
     for name in layer.split()

@@ -1,0 +1,182 @@
+"""Programs in which one process goes wrong: each returns what the process was told, and after how long."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import funcpar as fp
+
+TIMEOUT = 3.0
+
+
+def train(fault: str, when: int, devices: int = 1, timeout: float = TIMEOUT) -> tuple[str, str, float]:
+    """Take steps; in step ``when`` the last process goes wrong. Return the error and the seconds it took."""
+    fp.set_cpu_devices(devices)
+    fp.distributed.initialize(timeout=timeout)
+    is_last = fp.distributed.process_index() == fp.distributed.process_count() - 1
+    w, x = torch.ones(3), torch.ones(4, 3)
+
+    def loss_fn(w: Tensor, x: Tensor) -> Tensor:
+        if raises[0] == "forward":
+            raise ValueError("no forward today")
+        return _Backward.apply((x @ w).square().mean())
+
+    step = fp.pmap(fp.value_and_grad(loss_fn))
+    start = time.monotonic()
+    try:
+        for k in range(4):
+            start = time.monotonic()
+            if k == when and is_last:
+                w = _go_wrong(fault, w)
+            step(w, x)
+    except Exception as error:
+        return type(error).__name__, str(error), time.monotonic() - start
+    finally:
+        raises[0] = ""
+    return "", "", 0.0
+
+
+raises = [""]
+
+
+class _Backward(torch.autograd.Function):
+    """The identity, whose backward raises on demand."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        if raises[0] == "backward":
+            raise ValueError("no backward today")
+        return grad
+
+
+def _go_wrong(fault: str, w: Tensor) -> Tensor:
+    if fault == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif fault == "exit":
+        os._exit(3)
+    elif fault == "hang":
+        time.sleep(TIMEOUT + 2)
+    elif fault == "shape":
+        return torch.ones(3, 2)
+    elif fault == "other call":
+        fp.pmap(lambda x: x.mean(), in_axes=0)(torch.ones(4))
+    elif fault == "leave":
+        fp.distributed.shutdown()
+        time.sleep(1)
+    elif fault == "raise outside":
+        raise KeyError("outside of every call")
+    else:
+        raises[0] = fault
+    return w
+
+
+def recover() -> list[Any]:
+    """Return what each of three calls gave: the middle one fails in one process, in every way."""
+    fp.set_cpu_devices(2)
+    fp.distributed.initialize(timeout=20)
+    found: list[Any] = []
+    w, x = torch.ones(3), torch.ones(4, 3)
+    is_last = fp.distributed.process_index() == fp.distributed.process_count() - 1
+
+    def fail() -> None:
+        if raises[0]:
+            raise ValueError("not this time")
+
+    def loss_fn(w: Tensor, x: Tensor) -> Tensor:
+        fail()
+        return (x @ w).mean()
+
+    def exchanging(w: Tensor, x: Tensor) -> Tensor:
+        if fp.axis_index() == 3:
+            fail()
+        return fp.psum((x @ w).sum())
+
+    for fun in (fp.pmap(fp.value_and_grad(loss_fn)), fp.pmap(loss_fn), fp.pmap(exchanging, out_axes=None)):
+        for turn in range(3):
+            raises[0] = "now" if turn == 1 and is_last else ""
+            try:
+                answer = fun(w, x)
+                found.append(answer[0].item() if isinstance(answer, tuple) else answer.item())
+            except Exception as error:
+                found.append(f"{type(error).__name__}: {error}")
+    fp.distributed.shutdown()
+    return found
+
+
+def mismatch(kind: str) -> tuple[str, str, float]:
+    """Give different arguments, structures, outputs or calls in each process; return the error."""
+    fp.set_cpu_devices(1)
+    fp.distributed.initialize(timeout=TIMEOUT)
+    index = fp.distributed.process_index()
+    x = torch.ones(2, 3)
+    params = {"w": torch.ones(3), "b": torch.ones(())}
+    start = time.monotonic()
+    try:
+        if kind == "shape":
+            fp.pmap(fp.grad(lambda p, x: (x @ p["w"]).mean()))({**params, "b": torch.ones(index + 1)}, x)
+        elif kind == "structure":
+            fp.pmap(lambda p, x: x.mean())({**params, **({"more": torch.ones(1)} if index else {})}, x)
+        elif kind == "number":
+            fp.pmap(lambda lr, x: lr * x.mean())(0.1 * (index + 1), x)
+        elif kind == "broadcast":
+            fp.distributed.broadcast({"w": torch.ones(3, dtype=torch.float64 if index else torch.float32)})
+        elif kind == "names":
+            fp.pmap(lambda p, x: {"a" if index else "b": x.mean()})(params, x)
+        elif kind == "values":
+            fp.pmap(lambda p, x: p["w"] + index)(params, x)
+        elif kind == "kinds":
+            fp.pmap(lambda p, x: x if index else x.mean(0))(params, x)
+        elif kind == "collective":
+            fp.pmap(lambda p, x: fp.pmax(x.sum()) if index else fp.psum(x.sum()), out_axes=None)(params, x)
+        elif kind == "early":
+            fp.pmap(lambda p, x: x.sum() if index else fp.psum(x.sum()), out_axes=None)(params, x)
+        elif kind == "backward":
+            w = torch.ones(3, requires_grad=True)
+            loss = fp.pmap(lambda w, x: (x @ w).mean())(w, x)
+            if index:
+                fp.pmap(lambda x: x.mean(), in_axes=0)(x)
+            else:
+                loss.backward()
+    except Exception as error:
+        return type(error).__name__, str(error), time.monotonic() - start
+    return "", "", 0.0
+
+
+def other_thread() -> str:
+    """Make two spanning calls at once, in two threads; return what the second is told."""
+    import threading  # noqa: PLC0415
+
+    fp.set_cpu_devices(1)
+    fp.distributed.initialize(timeout=20)
+    inside, leave = threading.Event(), threading.Event()
+
+    def slow(x: Tensor) -> Tensor:
+        inside.set()
+        assert leave.wait(20)
+        return x.mean()
+
+    thread = threading.Thread(target=lambda: fp.pmap(slow, in_axes=0)(torch.ones(2)))
+    thread.start()
+    assert inside.wait(20)
+    try:
+        fp.pmap(lambda x: x.mean(), in_axes=0)(torch.ones(2))
+        told = ""
+    except RuntimeError as error:
+        told = str(error)
+    finally:
+        leave.set()
+        thread.join(20)
+    dist.barrier()
+    fp.distributed.shutdown()
+    return told

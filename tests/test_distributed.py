@@ -1,0 +1,138 @@
+"""Several processes give the numbers of one: values, derivatives, training, collectives, randomness."""
+
+from typing import Any
+
+import golden_processes
+import processes
+import pytest
+import several_processes
+import torch
+
+from funcpar import tree
+
+# Processes, devices of each, rows of each.
+LAYOUTS = {
+    "2 x 2": (2, 2, (7, 6)),
+    "2 x 2, one without rows": (2, 2, (13, 0)),
+    "4 x 1": (4, 1, (4, 3, 3, 3)),
+}
+every_layout = pytest.mark.parametrize(("count", "devices", "rows"), LAYOUTS.values(), ids=LAYOUTS)
+ALONE = (several_processes.ROWS,)
+STEPS = 50
+
+
+def assert_close(found: Any, expected: Any, where: str, limit: float = 1e-12) -> None:
+    """Assert that two trees agree to a part of a leaf's largest entry."""
+    leaves, spec = tree.flatten(expected)
+    columns = zip(tree.flatten_like(spec, found, where), leaves, strict=True)
+    for one, other in [(torch.as_tensor(a), torch.as_tensor(b)) for a, b in columns]:
+        assert one.shape == other.shape, where
+        if other.numel():
+            assert (one - other).abs().max() <= limit * max(1.0, float(other.abs().max())), where
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, Any]:
+    """What one process computes with one device, and with four."""
+    return {
+        "training": processes.values(several_processes.train, 1, 1, ALONE, STEPS)[0],
+        "training on 4": processes.values(several_processes.train, 1, 4, ALONE, STEPS)[0],
+        "results": processes.values(several_processes.results, 1, 1, ALONE)[0],
+        "shards": processes.values(several_processes.shards, 1, 4, ALONE)[0],
+    }
+
+
+@every_layout
+def test_training_gives_the_numbers_of_one_process_and_of_one_device(alone, count, devices, rows):
+    found = processes.values(several_processes.train, count, devices, rows, STEPS)
+    for losses, params in found:
+        for other in ("training", "training on 4"):
+            assert_close(losses, alone[other][0], other, 1e-10)
+            assert_close(params, alone[other][1], other, 1e-10)
+        for name, param in params.items():  # The same bits in all processes, or they would drift apart.
+            assert torch.equal(param, found[0][1][name])
+
+
+STAY = ("rows", "grad of rows")
+
+
+@every_layout
+def test_values_and_derivatives_are_those_of_one_process(alone, count, devices, rows):
+    expected = alone["results"]
+    found = processes.values(several_processes.results, count, devices, rows)
+    for name in STAY:
+        assert_close(torch.cat([theirs.pop(name) for theirs in found]), expected[name], name)
+    assert_close(torch.cat([theirs["several"].pop("b") for theirs in found]), expected["several"]["b"], "b")
+    assert_close(
+        torch.cat([theirs["fused, aux"][0][1] for theirs in found]), expected["fused, aux"][0][1], "aux"
+    )
+    for theirs in found:
+        (value, _), grads = theirs.pop("fused, aux")
+        assert_close((value, grads), (expected["fused, aux"][0][0], expected["fused, aux"][1]), "fused, aux")
+        for name, leaf in theirs.items():
+            wanted = expected[name]
+            wanted = {k: v for k, v in wanted.items() if k != "b"} if name == "several" else wanted
+            assert_close(leaf, wanted, name)
+
+
+@every_layout
+def test_shards_know_the_axis_of_all_processes(alone, count, devices, rows):
+    found = processes.values(several_processes.shards, count, devices, rows)
+    sizes = [max(1, min(devices, n)) for n in rows]
+    total = sum(sizes)
+    for process, (theirs, own) in enumerate(zip(found, rows, strict=True)):
+        first = sum(sizes[:process])
+        assert theirs["index"].tolist() == sorted(theirs["index"].tolist())
+        assert set(theirs["index"].tolist()) == set(range(first, first + sizes[process]) if own else ())
+        assert theirs["size"] == total and len(theirs["gathered"]) == total
+        assert theirs["gathered"].sum() == several_processes.ROWS
+        assert theirs["psum, local"] == own
+        for name in ("pmean", "large"):
+            assert_close(theirs[name], alone["shards"][name], name)
+        assert_close(theirs["batch norm"][1], alone["shards"]["batch norm"][1], "running statistics")
+    normed = torch.cat([theirs["batch norm"][0] for theirs in found])
+    assert_close(normed, alone["shards"]["batch norm"][0], "batch norm")
+
+
+def test_every_shard_of_every_process_has_a_dropout_mask_of_its_own():
+    found = processes.values(several_processes.shards, 2, 2, (7, 6))
+    again = processes.values(several_processes.shards, 2, 2, (7, 6))
+    masks = [theirs["dropout"] for theirs in found]
+    firsts = [masks[0][0], masks[0][4], masks[1][0], masks[1][3]]
+    assert len({tuple(mask.tolist()) for mask in firsts}) == 4
+    assert all(torch.equal(one["dropout"], other["dropout"]) for one, other in zip(found, again, strict=True))
+    assert torch.equal(found[0]["dropout, fused"], found[1]["dropout, fused"])
+
+
+@pytest.mark.parametrize(
+    ("count", "sizes", "expected"),
+    [
+        (2, (2, 4), {"values": 97, "autograd": 69, "vjp": 69, "jvp": 23, "dual": 23}),
+        (4, (4,), {"values": 63, "autograd": 44, "vjp": 44, "jvp": 17, "dual": 17}),
+    ],
+    ids=["over 2 processes", "over 4 processes"],
+)
+def test_collectives_give_what_jax_gives(count: int, sizes: tuple[int, ...], expected: dict[str, int]):
+    for found in processes.values(golden_processes.check_cases, count, sizes, timeout=200):
+        assert found == {**expected, "failed": []}
+
+
+@pytest.mark.parametrize(
+    ("count", "sizes", "programs", "gradients"),
+    [(2, (2, 4), 19, 8), (4, (4,), 14, 5)],
+    ids=["over 2 processes", "over 4 processes"],
+)
+def test_programs_give_what_jax_gives(count: int, sizes: tuple[int, ...], programs: int, gradients: int):
+    for found in processes.values(golden_processes.check_programs, count, sizes, timeout=200):
+        assert found == {"programs": programs, "gradients": gradients, "failed": []}
+
+
+def test_a_process_sends_its_gradients_and_nothing_else():
+    for sent, size in processes.values(several_processes.bytes_of_a_step, 2, 1):
+        assert size <= sent <= size + 64
+
+
+def test_values_are_broadcast_from_one_process():
+    for index, (found, given) in enumerate(processes.values(several_processes.broadcast, 3, 1)):
+        assert torch.equal(found["w"], torch.full((2,), 1.0))
+        assert found["steps"] == 1 and given.item() == index
