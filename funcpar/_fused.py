@@ -180,7 +180,7 @@ class Fused:
         if found.value.requires_grad:
             raise RuntimeError(
                 f"{self.merge.call}: the value depends on a tensor that requires a gradient and is no "
-                f"argument, so that gradients would be part of a graph; they are summed over processes as they come.\n"
+                f"argument, so that gradients would be part of a graph; over processes they cannot be.\n"
                 f"Detach that tensor, pass it as an argument, or make the call under torch.no_grad()."
             )
         overlap.end(place, found.value)

@@ -152,7 +152,7 @@ class Merge:
         )
 
     def _auto(self, column: list[Any], path: str) -> Any:
-        alone = len(column) == 1 and self.span is not None and not self._is_passed(column[0])
+        alone = len(column) == 1 and self.span is not None and not self.split.is_replicated(column[0])
         if all(isinstance(leaf, Tensor) for leaf in column) and (alone or not same_object(column)):
             if all(leaf.dim() == 0 and is_smooth(leaf) for leaf in column):
                 return "mean"
@@ -225,16 +225,11 @@ class Merge:
         if self.span is None:
             total = sum(self.weights)
             return [weight / total for weight in self.weights]
-        layout = self.span.layout
-        total = sum(layout.weights)
-        return [weight / total for weight in layout.weights[layout.here]]
+        return self.span.layout.shares()
 
     def is_alone(self) -> bool:
         """Tell whether there is one shard, whose mean is its own value."""
         return len(self.weights) == 1 and self.span is None
-
-    def _is_passed(self, leaf: Any) -> bool:
-        return isinstance(leaf, Tensor) and self.split.is_replicated(leaf)
 
     def _sum(self, column: list[Any], path: str) -> Any:
         if all(isinstance(leaf, numbers.Number) for leaf in column):

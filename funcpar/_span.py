@@ -46,6 +46,11 @@ class Layout:
         """Return the rank of this process's first shard."""
         return sum(self.counts[: self.index])
 
+    def shares(self) -> list[float]:
+        """Return the share of each of this process's shards in a mean."""
+        total = sum(self.weights)
+        return [weight / total for weight in self.weights[self.here]]
+
     @property
     def here(self) -> slice:
         """Return the ranks of this process's shards."""

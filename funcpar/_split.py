@@ -75,7 +75,7 @@ class Split:
                 return axis is not None
         return self.rows is not None and tensor.dim() > 0 and tensor.shape[0] == self.rows[rank]
 
-    def is_replicated(self, tensor: Tensor) -> bool:
+    def is_replicated(self, tensor: Any) -> bool:
         """Tell whether a tensor is an argument that every shard got whole."""
         return any(leaf is tensor and axis is None for leaf, axis in zip(self.whole, self.axes, strict=True))
 

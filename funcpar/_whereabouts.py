@@ -47,7 +47,7 @@ class Whereabouts:
         names = f"process{'es' * several} {', '.join(map(str, missing))} of {self._count}"
         if not missing:
             return ReplicaMismatchError(
-                f"{call}: the processes wait for each other, in different calls or with other shapes:{where}\n"
+                f"{call}: the processes wait for each other, in other calls or with other shapes:{where}\n"
                 f"Every process must make the same calls in the same order."
             )
         if "imed out" in str(cause) or "imeout" in str(cause):
