@@ -8,6 +8,7 @@ keep. The value of the function travels at the end, with a note of whether this 
 from __future__ import annotations
 
 import threading
+import zlib
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, NoReturn
@@ -137,7 +138,8 @@ class Overlap:
     def _put_tail(self, weight: float, value: Tensor | None, failed: float = 0.0) -> None:
         """Give what travels behind the gradients: value, weight, has it failed, and which call this is."""
         _, dtype, device = self._tail
-        mark = float(int.from_bytes(self._span.key[1][:2], "little") % _MARKS + 1)
+        call, signature = self._span.key
+        mark = float(zlib.crc32(call.encode() + signature) % _MARKS + 1)
         tail = torch.tensor([0.0, weight, failed, mark, mark * mark], dtype=dtype)
         if value is not None:
             tail[0] = value

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from typing import Any
 
@@ -114,40 +115,53 @@ def recover() -> list[Any]:
     return found
 
 
-def mismatch(kind: str) -> tuple[str, str, float]:
-    """Give different arguments, structures, outputs or calls in each process; return the error."""
+def mismatches() -> dict[str, tuple[str, str]]:
+    """Give different arguments, structures, outputs or calls in each process; return the errors."""
+    fp.set_cpu_devices(1)
+    fp.distributed.initialize(timeout=20)
+    index = fp.distributed.process_index()
+    x, w = torch.ones(2, 3), torch.ones(3)
+    mean = lambda p, x: (x @ p["w"]).mean()
+    more = {"more": torch.ones(1)} if index else {}
+    calls = {
+        "shape": lambda: fp.pmap(fp.grad(mean))({"w": w, "b": torch.ones(index + 1)}, x),
+        "structure": lambda: fp.pmap(mean)({"w": w, **more}, x),
+        "number": lambda: fp.pmap(lambda lr, x: lr * x.mean())(0.1 * (index + 1), x),
+        "broadcast": lambda: fp.distributed.broadcast({"w": w.double() if index else w}),
+        "names": lambda: fp.pmap(lambda p, x: {"a" if index else "b": x.mean()})(w, x),
+        "values": lambda: fp.pmap(lambda p, x: p + index)(w, x),
+        "kinds": lambda: fp.pmap(lambda p, x: x if index else x.mean(0))(w, x),
+        "collective": lambda: fp.pmap(lambda p, x: (fp.pmax if index else fp.psum)(x.sum()))(w, x),
+        "early": lambda: fp.pmap(lambda p, x: x.sum() if index else fp.psum(x.sum()))(w, x),
+        "closed over": lambda: fp.pmap(lambda x: (x * (a if index else b)).sum(), in_axes=0)(x),
+        "part of a graph": lambda: fp.pmap(fp.grad(mean))({"w": a if index else w}, x),
+        "closed over, fused": lambda: fp.pmap(fp.grad(lambda p, x: (x @ (p * a)).sum()))(w, x),
+    }
+    a, b = torch.ones(3, requires_grad=True), torch.ones((), requires_grad=True)
+    found = {}
+    for name, call in calls.items():
+        try:
+            call()
+            found[name] = ("", "")
+        except Exception as error:
+            found[name] = (type(error).__name__, str(error))
+    found["afterwards"] = ("", str(fp.pmap(lambda x: x.sum(), in_axes=0, out_axes="sum")(x).item()))
+    fp.distributed.shutdown()
+    return found
+
+
+def backward() -> tuple[str, str, float]:
+    """Run backward in one process while the other goes on; return the error and the seconds it took."""
     fp.set_cpu_devices(1)
     fp.distributed.initialize(timeout=TIMEOUT)
-    index = fp.distributed.process_index()
-    x = torch.ones(2, 3)
-    params = {"w": torch.ones(3), "b": torch.ones(())}
+    w = torch.ones(3, requires_grad=True)
+    loss = fp.pmap(lambda w, x: (x @ w).mean())(w, torch.ones(2, 3))
     start = time.monotonic()
     try:
-        if kind == "shape":
-            fp.pmap(fp.grad(lambda p, x: (x @ p["w"]).mean()))({**params, "b": torch.ones(index + 1)}, x)
-        elif kind == "structure":
-            fp.pmap(lambda p, x: x.mean())({**params, **({"more": torch.ones(1)} if index else {})}, x)
-        elif kind == "number":
-            fp.pmap(lambda lr, x: lr * x.mean())(0.1 * (index + 1), x)
-        elif kind == "broadcast":
-            fp.distributed.broadcast({"w": torch.ones(3, dtype=torch.float64 if index else torch.float32)})
-        elif kind == "names":
-            fp.pmap(lambda p, x: {"a" if index else "b": x.mean()})(params, x)
-        elif kind == "values":
-            fp.pmap(lambda p, x: p["w"] + index)(params, x)
-        elif kind == "kinds":
-            fp.pmap(lambda p, x: x if index else x.mean(0))(params, x)
-        elif kind == "collective":
-            fp.pmap(lambda p, x: fp.pmax(x.sum()) if index else fp.psum(x.sum()), out_axes=None)(params, x)
-        elif kind == "early":
-            fp.pmap(lambda p, x: x.sum() if index else fp.psum(x.sum()), out_axes=None)(params, x)
-        elif kind == "backward":
-            w = torch.ones(3, requires_grad=True)
-            loss = fp.pmap(lambda w, x: (x @ w).mean())(w, x)
-            if index:
-                fp.pmap(lambda x: x.mean(), in_axes=0)(x)
-            else:
-                loss.backward()
+        if fp.distributed.process_index():
+            fp.pmap(lambda x: x.mean(), in_axes=0)(torch.ones(2))
+        else:
+            loss.backward()
     except Exception as error:
         return type(error).__name__, str(error), time.monotonic() - start
     return "", "", 0.0
@@ -155,8 +169,6 @@ def mismatch(kind: str) -> tuple[str, str, float]:
 
 def other_thread() -> str:
     """Make two spanning calls at once, in two threads; return what the second is told."""
-    import threading  # noqa: PLC0415
-
     fp.set_cpu_devices(1)
     fp.distributed.initialize(timeout=20)
     inside, leave = threading.Event(), threading.Event()
@@ -180,3 +192,15 @@ def other_thread() -> str:
     dist.barrier()
     fp.distributed.shutdown()
     return told
+
+
+def joined_twice() -> str:
+    """Return what the second of two calls is told."""
+    fp.distributed.initialize(timeout=20)
+    try:
+        fp.distributed.initialize()
+        return ""
+    except RuntimeError as error:
+        return str(error).splitlines()[0]
+    finally:
+        fp.distributed.shutdown()

@@ -1,0 +1,138 @@
+"""A process that goes wrong: all others end with an error that names it and the call, soon."""
+
+import os
+import re
+import signal
+
+import broken_processes
+import processes
+import pytest
+import torch
+
+import funcpar as fp
+
+thorough = pytest.mark.skipif(os.environ.get("HYPOTHESIS_PROFILE") != "thorough", reason="a long campaign")
+# Seconds: the limit given to the processes, the grace in which they look for each other, and starting them.
+BOUND = broken_processes.TIMEOUT + 2 + 25
+GONE = r"pmap\(loss_fn\): process {last} of {count} is gone \(.*\):"
+
+FAULTS = {
+    "kill": ("ProcessFailedError", GONE),
+    "exit": ("ProcessFailedError", GONE),
+    "raise outside": ("ProcessFailedError", GONE),
+    "hang": ("CollectiveTimeoutError", r"process {last} of {count} did not come within 3 seconds"),
+    "leave": (
+        "ProcessFailedError|CollectiveTimeoutError",
+        r"process {last}.* (failed in|has left:) shutdown\(\)",
+    ),
+    "forward": ("ProcessFailedError", r"process {last} .*failed in pmap\(loss_fn\): ValueError: no forward"),
+    "backward": (
+        "ProcessFailedError",
+        r"process {last} .*failed in pmap\(loss_fn\): ValueError: no backward",
+    ),
+    "other call": ("ReplicaMismatchError", r"process 1 (is|waits) in .*pmap\(<lambda>\)"),
+    "shape": ("ReplicaMismatchError", r"w  float32\[3\] in process 0|waits in pmap\(loss_fn\)"),
+}
+OFTEN = [("kill", 2), ("raise outside", 0), ("hang", 2), ("forward", 2), ("backward", 2), ("other call", 0)]
+
+
+@pytest.mark.parametrize(
+    ("fault", "when", "count", "devices"),
+    [(fault, when, 2, 1) for fault, when in OFTEN]
+    + [
+        pytest.param(fault, when, count, devices, marks=thorough)
+        for fault in FAULTS
+        for when in (0, 1, 3)
+        for count, devices in ((2, 2), (3, 1))
+        if count == 2 or fault not in ("other call", "shape")
+    ],
+)
+def test_a_process_that_goes_wrong_ends_the_others_with_an_error(fault, when, count, devices):
+    outcomes = processes.run(broken_processes.train, count, fault, when, devices, timeout=BOUND)
+    *others, last = outcomes
+    kind, message = FAULTS[fault]
+    for outcome in others:
+        assert outcome.error is None and outcome.exitcode == 0, outcome
+        name, text, seconds = outcome.value
+        assert re.fullmatch(kind, name), text
+        assert re.search(message.format(last=count - 1, count=count), text, re.DOTALL), text
+        assert seconds < BOUND
+    assert (last.exitcode == -signal.SIGKILL) == (fault == "kill")
+
+
+def test_processes_go_on_after_a_call_that_failed_in_one_of_them():
+    first, second = processes.values(broken_processes.recover, 2)
+    assert second == [3.0, "ValueError: not this time", 3.0] * 2 + [24.0, "ValueError: not this time", 24.0]
+    for place, (told, answer) in enumerate(zip(first, second, strict=True)):
+        if place % 3 == 1:
+            assert told.startswith("ProcessFailedError: ")
+            assert "process 1 of 2 failed in pmap(" in told and "ValueError: not this time" in told
+        else:
+            assert told == answer
+
+
+MESSAGES = {
+    "shape": r"pmap\(<lambda>\): the processes give different structures, shapes or numbers:\n"
+    r"  p\['b'\]  float32\[1\] in process 0, float32\[2\] in process 1\nBuild the same model in every process",
+    "structure": r"  p\['more'\]  missing in process 0, float32\[1\] in process 1",
+    "number": r"  lr  0\.1 in process 0, 0\.2 in process 1",
+    "broadcast": r"broadcast: the processes give .*\n  values\['w'\]  float32\[3\] in process 0, float64\[3\] in",
+    "names": r"the processes returned different outputs:\n  process 0 returned output\['b'\]\n  process 1",
+    "values": r"  output  differs from process to process\nReturn the same from every shard",
+    "kinds": r"  output  the same on all shards in process 0, rows of each process in process 1",
+    "collective": r"process 0 is in psum\(float32\[\]\) in pmap\(<lambda>\)\n  process 1 is in pmax\(",
+    "early": r"process 0 is in psum\(float32\[\]\) in pmap\(<lambda>\)\n  process 1 is in the end of",
+    "closed over": r"  closed-over tensor 0  float32\[\] in process 0, float32\[3\] in process 1",
+    "part of a graph": r"  the results  plain in process 0, part of a graph in process 1",
+    "closed over, fused": r"the value depends on a tensor that requires a gradient and is no argument, .*\n"
+    r"Detach that tensor, pass it as an argument, or make the call under torch\.no_grad\(\)\.",
+}
+
+
+def test_a_mismatch_is_an_error_in_all_processes_that_names_what_differs():
+    for found in processes.values(broken_processes.mismatches, 2):
+        assert found.pop("afterwards") == ("", "12.0")
+        assert set(found) == set(MESSAGES)
+        for name, (kind, message) in found.items():
+            expected = "RuntimeError" if name == "closed over, fused" else "ReplicaMismatchError"
+            assert kind == expected and re.search(MESSAGES[name], message), (name, kind, message)
+
+
+def test_a_backward_that_one_process_does_not_run_is_an_error():
+    outcomes = processes.run(broken_processes.backward, 2, timeout=BOUND)
+    assert all(outcome.value[0] for outcome in outcomes), outcomes
+    assert (
+        "process 0 is in the backward of pmap(<lambda>)\n  process 1 is in pmap(<lambda>)"
+        in (outcomes[0].value[1])
+    )
+
+
+def test_two_threads_cannot_make_spanning_calls_at_once():
+    for told in processes.values(broken_processes.other_thread, 2):
+        assert re.search(r"another thread of this process is in a call that spans all processes.*\n", told)
+
+
+def test_what_cannot_be_joined_is_refused(monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with pytest.raises(
+        ValueError, match=r"initialize: timeout=0 is not a positive number of seconds\.\nGive"
+    ):
+        fp.distributed.initialize(timeout=0)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(
+        ValueError, match=r"initialize: the environment lacks MASTER_ADDR.*\nStart the program"
+    ):
+        fp.distributed.initialize()
+    with pytest.raises(ValueError, match=r"broadcast: source=1, and there are 1 processes\.\nGive a number"):
+        fp.distributed.broadcast(torch.ones(1), source=1)
+    with pytest.raises(
+        ValueError, match=r"pmap\(.*\): processes='some' is unknown\.\nGive \"all\" or \"local\""
+    ):
+        fp.pmap(lambda x: x, processes="some")
+
+
+def test_joining_twice_is_refused():
+    assert (
+        processes.values(broken_processes.joined_twice, 2)
+        == ["initialize: the processes are joined already."] * 2
+    )
