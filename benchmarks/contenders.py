@@ -167,6 +167,7 @@ DDP = "torch DDP, gloo"
 JAX = "JAX pmap"
 
 _HAS_COMPILER = shutil.which(os.environ.get("CXX", "g++")) is not None
+_COMPILE: dict[str, Any] = {"compile": True}
 _PMAP_COMPILES = "compile" in inspect.signature(fp.pmap).parameters
 
 CONTENDERS = {
@@ -186,7 +187,7 @@ CONTENDERS = {
         ),
         Contender(
             "compat DDP, gloo",
-            functools.partial(distributed, getattr(compat, "DistributedDataParallel", None)),
+            functools.partial(distributed, vars(compat).get("DistributedDataParallel", nn.Identity)),
             per_device=True,
             is_there=hasattr(compat, "DistributedDataParallel"),
         ),
@@ -199,7 +200,7 @@ CONTENDERS = {
         Contender(JAX, jax_pmap, is_there=importlib.util.find_spec("jax") is not None),
         Contender(
             COMPILED_PMAP,
-            functools.partial(functional, functools.partial(fp.pmap, compile=True), fp.value_and_grad),
+            functools.partial(functional, functools.partial(fp.pmap, **_COMPILE), fp.value_and_grad),
             is_there=_PMAP_COMPILES and _HAS_COMPILER,
             compiles=True,
         ),

@@ -185,6 +185,7 @@ def _serve(
     with contextlib.suppress(EOFError):
         while (message := pipe.recv()) is not None:
             verb, args = message
+            answer: tuple[Any, str | None]
             try:
                 if host is None:
                     size = _resident("VmRSS")
