@@ -164,7 +164,8 @@ def _growth_part(question: growth.Question, options: argparse.Namespace, effort:
     sizes = question.quick_sizes() if options.quick else question.sizes
     measure = functools.partial(growth.measure_growth, question, sizes, options.devices, effort)
     table = functools.partial(report.growth_table, question.unit)
-    title = f"{question.title}; {options.devices} devices"
+    where = "" if question.unit == "devices" else f"; {options.devices} devices"
+    title = f"{question.title}{where}"
     return Part(
         question.name, "growth", question.name, title, measure, table, 3 * len(sizes) * effort.most_rounds
     )

@@ -11,7 +11,7 @@ from benchmarks.models import Model
 from benchmarks.processes import teams
 
 MODEL_NAMES = ("wide_mlp", "cnn", "transformer")
-STEPS = 5
+STEPS = 3
 
 
 def gradient_bytes(model: Model) -> int:

@@ -32,11 +32,12 @@ from benchmarks.measure import Cost, timed
 from benchmarks.models import Model
 
 LIMIT_S = 300
-WARM_STEPS = 3
+WARM_STEPS = 2
 
-# Processes fork from a server that has imported torch and started nothing: quicker than to import it.
+# Processes fork from a server that has started nothing, but imported torch and, since DDP and functional
+# transforms want it sooner or later, its compiler: that takes seconds of processor time.
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "numpy"])
+_CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "numpy"])
 _STATUS = Path("/proc/self/status")
 _CLEAR = Path("/proc/self/clear_refs")
 _NETWORK = Path("/proc/net/dev")
