@@ -25,7 +25,7 @@ from benchmarks import calls, collectives, growth, memory, plots, report
 from benchmarks.contenders import CONTENDERS, DATA_PARALLEL, EAGER, PMAP, Contender
 from benchmarks.measure import Effort, take_turns
 from benchmarks.models import MODELS, Model
-from benchmarks.processes import teams
+from benchmarks.processes import CAN_MEASURE_MEMORY, teams
 from benchmarks.resnet import RESNET18
 
 DESCRIPTION = """\
@@ -216,7 +216,10 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     options = parser.parse_args(arguments)
     options.rounds = options.rounds or (3 if options.quick else 15)
-    options.only = options.only or [part for part in PARTS if not options.quick or part != RESNET18.name]
+    left_out = {RESNET18.name} if options.quick else set()
+    if not CAN_MEASURE_MEMORY:
+        left_out.add("memory")
+    options.only = options.only or [part for part in PARTS if part not in left_out]
     return options
 
 

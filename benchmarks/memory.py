@@ -25,8 +25,8 @@ def measure_memory(
     """Return for each model the peak of each contender, and the load by others.
 
     A peak is that of the resident size, over what it was before the model was built, summed over processes.
-    ``over_eager_copies`` is the distance to plain eager in copies of the gradients. Contenders have fresh
-    processes and run alone; those that do a part of the work are left out.
+    ``over_eager_bytes`` is the distance to plain eager, also in copies of the gradients. Contenders have
+    fresh processes and run alone; those that do a part of the work are left out.
     """
     whole = [each for each in contenders if not each.shard_only]
     load = Load()
@@ -40,6 +40,7 @@ def measure_memory(
             "contenders": {
                 name: {
                     "peak_bytes": peak,
+                    "over_eager_bytes": None if plain is None else peak - plain,
                     "over_eager_copies": None if plain is None else (peak - plain) / copy,
                 }
                 for name, peak in peaks.items()

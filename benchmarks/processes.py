@@ -40,6 +40,7 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "numpy"])
 _STATUS = Path("/proc/self/status")
 _CLEAR = Path("/proc/self/clear_refs")
+CAN_MEASURE_MEMORY = _CLEAR.exists()  # On Linux.
 _NETWORK = Path("/proc/net/dev")
 
 

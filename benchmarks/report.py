@@ -112,12 +112,20 @@ def memory_table(title: str, record: dict[str, Any]) -> str:
             name,
             f"{found['gradient_bytes'] / 2**20:.1f}",
             f"{each['peak_bytes'] / 2**20:.1f}",
+            "" if each["over_eager_bytes"] is None else f"{each['over_eager_bytes'] / 2**20:+.1f}",
             "" if each["over_eager_copies"] is None else f"{each['over_eager_copies']:+.2f}",
         )
         for model, found in record.items()
         for name, each in found["contenders"].items()
     ]
-    head = ("model", "training step", "gradients MiB", "peak MiB", "over eager, in copies of the gradients")
+    head = (
+        "model",
+        "training step",
+        "gradients MiB",
+        "peak MiB",
+        "over eager MiB",
+        "in copies of the gradients",
+    )
     return f"{title}\n\n{_table(head, rows, names=2)}"
 
 
