@@ -149,7 +149,9 @@ def _takes_part(contender: Contender, options: argparse.Namespace) -> bool:
     return not (options.quick and contender.compiles)
 
 
-def _step_part(model: Model, contenders: list[Contender], devices: int, effort: Effort) -> Part:
+def _step_part(model: Model, chosen: list[Contender], devices: int, effort: Effort) -> Part:
+    contenders = [each for each in chosen if each.takes(model, devices)]
+
     def measure(on_turn: OnTurn) -> tuple[Any, float]:
         with teams(contenders, model, devices) as found:
             rounds = take_turns({name: team.run for name, team in found.items()}, effort, on_turn)

@@ -144,6 +144,7 @@ class Contender:
         make: Makes its step. Pickled, and called in the contender's own process.
         per_device: Whether it has one process per device instead of one.
         shard_only: Whether its loss and gradients are those of one shard, so that it does part of the work.
+        even_rows: Whether it cannot have shards of different sizes.
         is_there: Whether this installation has what it needs.
         compiles: Whether its first step takes seconds, so that ``--quick`` leaves it out.
     """
@@ -152,8 +153,13 @@ class Contender:
     make: Callable[[Model, Place], Step]
     per_device: bool = False
     shard_only: bool = False
+    even_rows: bool = False
     is_there: bool = True
     compiles: bool = False
+
+    def takes(self, model: Model, devices: int) -> bool:
+        """Return whether it can make a step of this model on so many devices."""
+        return not self.even_rows or model.rows % devices == 0
 
 
 IDEAL = "ideal"
@@ -197,7 +203,7 @@ CONTENDERS = {
             per_device=True,
             is_there=dist.is_available() and dist.is_gloo_available(),
         ),
-        Contender(JAX, jax_pmap, is_there=importlib.util.find_spec("jax") is not None),
+        Contender(JAX, jax_pmap, even_rows=True, is_there=importlib.util.find_spec("jax") is not None),
         Contender(
             COMPILED_PMAP,
             functools.partial(functional, functools.partial(fp.pmap, **_COMPILE), fp.value_and_grad),

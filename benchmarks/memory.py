@@ -28,10 +28,10 @@ def measure_memory(
     ``over_eager_bytes`` is the distance to plain eager, also in copies of the gradients. Contenders have
     fresh processes and run alone; those that do a part of the work are left out.
     """
-    whole = [each for each in contenders if not each.shard_only]
     load = Load()
     found = {}
     for model in models:
+        whole = [each for each in contenders if not each.shard_only and each.takes(model, devices)]
         copy = gradient_bytes(model)
         peaks = {each.name: sum(_ask("peak", each, model, devices, on_turn)) for each in whole}
         plain = peaks.get(EAGER)

@@ -217,6 +217,12 @@ def test_a_quick_run_leaves_out_what_takes_long_unless_it_is_named():
     assert named.only == ["resnet18"] and command._takes_part(CONTENDERS["torch.compile(eager)"], named)
 
 
+def test_a_contender_of_even_shards_is_left_out_where_shards_are_uneven():
+    even = dataclasses.replace(CONTENDERS[EAGER], even_rows=True)
+    assert [even.takes(SMALL["mlp"], devices) for devices in (1, 2, 3, 4)] == [True, True, False, True]
+    assert CONTENDERS[EAGER].takes(SMALL["mlp"], 3)
+
+
 def test_a_step_leaves_the_parameters_as_they_are():
     step = eager(SMALL["mlp"], Place(1))
     assert step()[0] == step()[0]
