@@ -1,168 +1,216 @@
-"""Contenders: ways to make one training step. A new one is a function here and a line in the table.
+"""Contenders: ways to take one training step. A new one is a function here and a line in the table.
 
-A step is the loss, its gradients, and an update of plain parameters in place. A contender takes a
-model and a number of devices, and gives a context with a run: see ``measure``.
+A step is zero gradients, forward, backward: the loss of the batch and its gradients, and no optimizer. A
+contender lives in a process of its own, or in one per device, and keeps what it sets there to itself: see
+``processes``. Its function takes a model and its place, and returns a step.
 """
 
 from __future__ import annotations
 
-import contextlib
-import multiprocessing
-import statistics
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+import functools
+import importlib.util
+import inspect
+import os
+import pkgutil
+import shutil
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
-from multiprocessing.synchronize import Barrier
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
+import compat
 import funcpar as fp
-from benchmarks.measure import Cost, Run, timed
-from benchmarks.models import MODELS, Model, loss_of
-
-Step: TypeAlias = Callable[[], Tensor]
-
-LEARNING_RATE = 1e-3
-LIMIT_S = 300
+from benchmarks.models import Model, loss_of
 
 
-def eager_step(model: Model, rows: int) -> Step:
-    """Return a step of plain autograd on the module itself: nothing is functional, nothing is copied."""
-    module = model.module()
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a contender is: the rank of its process, and how many devices there are in all of them."""
+
+    devices: int
+    rank: int = 0
+
+
+# Returns the loss and the gradients, in the order of the module's parameters.
+Step: TypeAlias = Callable[[], tuple[Any, Sequence[Any]]]
+
+
+def eager(model: Model, place: Place) -> Step:
+    """Plain autograd, the whole batch, as many intra-op threads as there are devices."""
+    torch.set_num_threads(place.devices)
+    return _module_step(model.module(), model, slice(None))
+
+
+def ideal(model: Model, place: Place) -> Step:
+    """Plain autograd, one shard's rows, one thread; the largest shard, since it decides."""
+    torch.set_num_threads(1)
+    return _module_step(model.module(), model, _shard(model, Place(place.devices)))
+
+
+def compiled_eager(model: Model, place: Place) -> Step:
+    """``torch.compile`` of module and loss, the whole batch, as many intra-op threads as devices."""
+    torch.set_num_threads(place.devices)
+    return _module_step(model.module(), model, slice(None), torch.compile)
+
+
+def functional(outer: Callable[[Any], Any], inner: Callable[[Any], Any], model: Model, place: Place) -> Step:
+    """Two transforms of a functional loss, on the whole batch; one thread per device."""
+    fp.set_cpu_devices(place.devices, threads_per_device=1)
+    return _functional_step(outer, inner, model, slice(None))
+
+
+def functional_over_processes(model: Model, place: Place) -> Step:
+    """``pmap(value_and_grad(loss))`` over processes of one device each, which pass their own rows."""
+    torch.set_num_threads(1)
+    fp.set_cpu_devices(1, threads_per_device=1)
+    fp.distributed.initialize()  # type: ignore[attr-defined]
+    return _functional_step(fp.pmap, fp.value_and_grad, model, _shard(model, place))
+
+
+def data_parallel(model: Model, place: Place) -> Step:
+    """``compat.DataParallel``, the whole batch; one thread per device."""
+    fp.set_cpu_devices(place.devices, threads_per_device=1)
+    return _module_step(compat.DataParallel(model.module()), model, slice(None))
+
+
+def distributed(wrap: Callable[[nn.Module], nn.Module], model: Model, place: Place) -> Step:
+    """A wrapper that sums gradients over processes of one thread each, which pass their own rows."""
+    torch.set_num_threads(1)
+    fp.set_cpu_devices(1, threads_per_device=1)
+    dist.init_process_group("gloo", rank=place.rank, world_size=place.devices)
+    return _module_step(wrap(model.module()), model, _shard(model, place))
+
+
+def jax_pmap(model: Model, place: Place) -> Step:
+    """``jax.pmap`` of the same network in float32 on as many virtual CPU devices."""
+    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={place.devices}"
+    make: Callable[[Model, Place], Step] = pkgutil.resolve_name("benchmarks.in_jax:pmap_step")
+    return make(model, place)
+
+
+def _module_step(
+    module: nn.Module, model: Model, rows: slice, transform: Callable[[Any], Any] = lambda fun: fun
+) -> Step:
+    """Return a step as users of modules write it; ``.grad`` is None before and set after."""
     params = list(module.parameters())
-    inputs, labels = model.batch(rows)
+    inputs, labels = (each[rows] for each in model.batch(model.rows))
+    loss_fn = transform(lambda inputs, labels: loss_of(module(inputs), labels))
 
-    def step() -> Tensor:
-        loss = loss_of(module(inputs), labels)
-        update(params, torch.autograd.grad(loss, params))
-        return loss.detach()
+    def step() -> tuple[Tensor, list[Any]]:
+        for param in params:
+            param.grad = None
+        loss = loss_fn(inputs, labels)
+        loss.backward()
+        return loss.detach(), [param.grad for param in params]
 
     return step
 
 
-def functional_step(model: Model, num_devices: int, outer: Any, inner: Any) -> Step:
-    """Return a step of two transforms of a functional loss, on the whole batch."""
+def _functional_step(
+    outer: Callable[[Any], Any], inner: Callable[[Any], Any], model: Model, rows: slice
+) -> Step:
+    """Return a step of two transforms of a functional loss."""
     apply, params = fp.functionalize(model.module())
-    inputs, labels = model.batch(model.rows)
+    inputs, labels = (each[rows] for each in model.batch(model.rows))
 
     def loss_fn(params: dict[str, Tensor], inputs: Tensor, labels: Tensor) -> Tensor:
         return loss_of(apply(params, inputs), labels)
 
-    fp.set_cpu_devices(num_devices, threads_per_device=1)
     gradient = outer(inner(loss_fn))
 
-    def step() -> Tensor:
+    def step() -> tuple[Tensor, list[Tensor]]:
         loss, grads = gradient(params, inputs, labels)
-        update(list(params.values()), list(grads.values()))
-        return loss  # type: ignore[no-any-return]
+        return loss, list(grads.values())
 
     return step
 
 
-@torch.no_grad()
-def update(params: Any, grads: Any) -> None:
-    """Take a step of gradient descent, in place."""
-    torch._foreach_add_(params, grads, alpha=-LEARNING_RATE)
-
-
-@contextlib.contextmanager
-def eager(model: Model, num_devices: int) -> Iterator[Run]:
-    """Plain autograd, the whole batch, as many intra-op threads as there are devices."""
-    yield timed(eager_step(model, model.rows), threads=num_devices)
-
-
-@contextlib.contextmanager
-def ideal(model: Model, num_devices: int) -> Iterator[Run]:
-    """Plain autograd, one shard's rows, one thread, nothing else on the machine."""
-    yield timed(eager_step(model, _shard_rows(model, num_devices)), threads=1)
-
-
-@contextlib.contextmanager
-def busy_ideal(model: Model, num_devices: int) -> Iterator[Run]:
-    """The ideal in one process per device at the same time: cores share memory, cache and power."""
-    context = multiprocessing.get_context("spawn")  # A forked child would inherit torch's threads.
-    barrier = context.Barrier(num_devices)
-    pipes, processes = [], []
-    try:
-        for _ in range(num_devices):
-            pipe, theirs = context.Pipe()
-            args = (theirs, barrier, model.name, _shard_rows(model, num_devices))
-            processes.append(context.Process(target=_serve_ideal, args=args, daemon=True))
-            processes[-1].start()
-            pipes.append(pipe)
-
-        def run(count: int) -> list[Cost]:
-            for pipe in pipes:
-                pipe.send(count)
-            found = [_receive(pipe) for pipe in pipes]
-            return [
-                Cost(
-                    statistics.fmean(each.seconds for each in step),
-                    sum(each.work for each in step),
-                    sum(each.faults for each in step),
-                )
-                for step in zip(*found, strict=True)
-            ]
-
-        yield run
-    finally:
-        for process in processes:
-            process.terminate()
-            process.join()
-
-
-def _serve_ideal(pipe: Connection, barrier: Barrier, name: str, rows: int) -> None:
-    """Run the ideal on demand, together with the other processes."""
-    torch.set_num_threads(1)
-    run = timed(eager_step(MODELS[name], rows))
-    with contextlib.suppress(EOFError):
-        while True:
-            count = pipe.recv()
-            barrier.wait(LIMIT_S)
-            pipe.send(run(count))
-
-
-def _receive(pipe: Connection) -> list[Cost]:
-    if not pipe.poll(LIMIT_S):
-        raise TimeoutError(f"a process of the busy ideal did not answer within {LIMIT_S} seconds")
-    found: list[Cost] = pipe.recv()
-    return found
-
-
-@contextlib.contextmanager
-def pmap_of_gradient(model: Model, num_devices: int) -> Iterator[Run]:
-    """``pmap(value_and_grad(loss))``: each device runs forward and backward, and gradients are reduced."""
-    yield timed(functional_step(model, num_devices, fp.pmap, fp.value_and_grad))
-
-
-@contextlib.contextmanager
-def gradient_of_pmap(model: Model, num_devices: int) -> Iterator[Run]:
-    """``value_and_grad(pmap(loss))``: the forward and the backward are one parallel call each."""
-    yield timed(functional_step(model, num_devices, fp.value_and_grad, fp.pmap))
-
-
-def _shard_rows(model: Model, num_devices: int) -> int:
-    return -(-model.rows // num_devices)  # The largest shard decides.
+def _shard(model: Model, place: Place) -> slice:
+    """Return the rows of one shard, as ``torch.tensor_split`` cuts them: sizes differ by at most one."""
+    size, larger = divmod(model.rows, place.devices)
+    start = place.rank * size + min(place.rank, larger)
+    return slice(start, start + size + (place.rank < larger))
 
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """A line of the table: a name and what enters the measurement."""
+    """A line of the table.
+
+    Attributes:
+        name: What tables call it, and ``--contender``.
+        make: Makes its step. Pickled, and called in the contender's own process.
+        per_device: Whether it has one process per device instead of one.
+        shard_only: Whether its loss and gradients are those of one shard, so that it does part of the work.
+        even_rows: Whether it cannot have shards of different sizes.
+        is_there: Whether this installation has what it needs.
+        compiles: Whether its first step takes seconds, so that ``--quick`` leaves it out.
+    """
 
     name: str
-    enter: Callable[[Model, int], AbstractContextManager[Run]]
+    make: Callable[[Model, Place], Step]
+    per_device: bool = False
+    shard_only: bool = False
+    even_rows: bool = False
+    is_there: bool = True
+    compiles: bool = False
+
+    def takes(self, model: Model, devices: int) -> bool:
+        """Return whether it can make a step of this model on so many devices."""
+        return not self.even_rows or model.rows % devices == 0
 
 
 IDEAL = "ideal"
 BUSY_IDEAL = "ideal, all cores busy"
 EAGER = "eager"
-CONTENDERS = (
-    Contender(EAGER, eager),
-    Contender(IDEAL, ideal),
-    Contender(BUSY_IDEAL, busy_ideal),
-    Contender("pmap(value_and_grad(loss))", pmap_of_gradient),
-    Contender("value_and_grad(pmap(loss))", gradient_of_pmap),
-)
+COMPILED_EAGER = "torch.compile(eager)"
+PMAP = "pmap(value_and_grad(loss))"
+COMPILED_PMAP = "pmap(..., compile=True)"
+DATA_PARALLEL = "compat.DataParallel"
+DDP = "torch DDP, gloo"
+JAX = "JAX pmap"
+
+_HAS_COMPILER = shutil.which(os.environ.get("CXX", "g++")) is not None
+_COMPILE: dict[str, Any] = {"compile": True}
+_PMAP_COMPILES = "compile" in inspect.signature(fp.pmap).parameters
+
+CONTENDERS = {
+    each.name: each
+    for each in (
+        Contender(EAGER, eager),
+        Contender(IDEAL, ideal, shard_only=True),
+        Contender(BUSY_IDEAL, ideal, per_device=True, shard_only=True),
+        Contender(PMAP, functools.partial(functional, fp.pmap, fp.value_and_grad)),
+        Contender("value_and_grad(pmap(loss))", functools.partial(functional, fp.value_and_grad, fp.pmap)),
+        Contender(DATA_PARALLEL, data_parallel),
+        Contender(
+            "pmap, 1 device per process",
+            functional_over_processes,
+            per_device=True,
+            is_there=hasattr(fp, "distributed"),
+        ),
+        Contender(
+            "compat DDP, gloo",
+            functools.partial(distributed, vars(compat).get("DistributedDataParallel", nn.Identity)),
+            per_device=True,
+            is_there=hasattr(compat, "DistributedDataParallel"),
+        ),
+        Contender(
+            DDP,
+            functools.partial(distributed, nn.parallel.DistributedDataParallel),
+            per_device=True,
+            is_there=dist.is_available() and dist.is_gloo_available(),
+        ),
+        Contender(JAX, jax_pmap, even_rows=True, is_there=importlib.util.find_spec("jax") is not None),
+        Contender(
+            COMPILED_PMAP,
+            functools.partial(functional, functools.partial(fp.pmap, **_COMPILE), fp.value_and_grad),
+            is_there=_PMAP_COMPILES and _HAS_COMPILER,
+            compiles=True,
+        ),
+        Contender(COMPILED_EAGER, compiled_eager, is_there=_HAS_COMPILER, compiles=True),
+    )
+    if each.is_there
+}

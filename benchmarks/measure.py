@@ -112,8 +112,7 @@ def take_turns(runs: Mapping[str, Run], effort: Effort, on_turn: Callable[[str],
     names = list(runs)
     counts = {}
     for name in names:
-        runs[name](1)  # First calls start threads and fill caches.
-        counts[name] = min(MAX_STEPS, max(1, int(effort.seconds / runs[name](1)[0].seconds)))
+        counts[name] = _count(runs[name], effort.seconds)
     found: list[tuple[float, dict[str, Cost]]] = []
     while sum(load <= QUIET for load, _ in found) < effort.rounds and len(found) < effort.most_rounds:
         load = Load()
@@ -131,6 +130,14 @@ def take_turns(runs: Mapping[str, Run], effort: Effort, on_turn: Callable[[str],
         {name: [turns[name].work for _, turns in kept] for name in names},
         {name: [turns[name].faults for _, turns in kept] for name in names},
     )
+
+
+def _count(run: Run, seconds: float) -> int:
+    """Return how many steps take about so long."""
+    one = run(1)[0].seconds
+    if one < seconds:  # First calls start threads and fill caches, so this one may tell too much.
+        one = run(1)[0].seconds
+    return min(MAX_STEPS, max(1, int(seconds / one)))
 
 
 class Load:
@@ -164,3 +171,11 @@ def ratio(ones: Sequence[float], others: Sequence[float]) -> float:
     Both had their turns close together, so what slowed a whole round down cancels out.
     """
     return statistics.median(one / other for one, other in zip(ones, others, strict=True))
+
+
+def quartiles(values: Sequence[float]) -> tuple[float, float]:
+    """Return the first and the third quartile."""
+    if len(values) < 2:
+        return values[0], values[0]
+    first, _, third = statistics.quantiles(values, method="inclusive")
+    return first, third

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 NUM_CLASSES = 10
+NUM_HEADS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +24,7 @@ class Model:
         title: What tables call it.
         rows: Rows of the whole batch.
         row: Shape of one row.
-        build: Makes the module.
+        build: Makes the module. Pickled, for contenders in processes of their own.
     """
 
     name: str
@@ -80,13 +82,19 @@ class _Classifier(nn.Module):
 MODELS = {
     model.name: model
     for model in (
-        Model("mlp", "MLP 64-128-128-10, batch 64", 64, (64,), lambda: _mlp(64, 128, 128, NUM_CLASSES)),
+        Model(
+            "mlp",
+            "MLP 64-128-128-10, batch 64",
+            64,
+            (64,),
+            functools.partial(_mlp, 64, 128, 128, NUM_CLASSES),
+        ),
         Model(
             "wide_mlp",
             "wide MLP 784-2048-2048-10, batch 256",
             256,
             (784,),
-            lambda: _mlp(784, 2048, 2048, NUM_CLASSES),
+            functools.partial(_mlp, 784, 2048, 2048, NUM_CLASSES),
         ),
         Model("cnn", "CNN of two 3x3 blocks, 3x32x32, batch 128", 128, (3, 32, 32), _cnn),
         Model(
@@ -94,7 +102,7 @@ MODELS = {
             "transformer of 4 layers, width 128, length 64, batch 32",
             32,
             (64, 128),
-            lambda: _Classifier(width=128, num_heads=4, num_layers=4),
+            functools.partial(_Classifier, width=128, num_heads=NUM_HEADS, num_layers=4),
         ),
     )
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import platform
 import statistics
@@ -11,9 +12,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.contenders import BUSY_IDEAL, EAGER, IDEAL
-from benchmarks.measure import Rounds, ratio
-from benchmarks.models import Model
+from benchmarks.contenders import BUSY_IDEAL, COMPILED_EAGER, CONTENDERS, DDP, EAGER, IDEAL, JAX
+from benchmarks.measure import Rounds, quartiles, ratio
 
 
 def describe_machine() -> dict[str, Any]:
@@ -24,6 +24,7 @@ def describe_machine() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "torch": torch.__version__,
+        "jax": importlib.metadata.version("jax") if JAX in CONTENDERS else None,
     }
 
 
@@ -34,55 +35,122 @@ def _processor() -> str:
     return names[0] if names else platform.processor()
 
 
-def summarize_steps(rounds: Rounds, num_devices: int) -> dict[str, dict[str, float]]:
-    """Return for each contender its median and its ratios to the ideals and to plain eager.
+def summarize_steps(rounds: Rounds, num_devices: int) -> dict[str, dict[str, Any]]:
+    """Return for each contender its median and its ratios to all contenders.
 
-    ``work_over_ideal`` compares the processor time of all threads with the ideal's on every device.
+    ``over`` has for each peer the first quartile, the median and the third quartile over rounds of this
+    contender's seconds over the peer's. ``work_over_ideal`` compares the processor time of all threads with
+    the ideal's on every device.
     """
     found = rounds.seconds
     summary = {}
     for name, times in found.items():
+        first, third = quartiles(times)
+        work = ratio(rounds.work[name], rounds.work[IDEAL]) / num_devices if IDEAL in found else None
         summary[name] = {
             "median_ms": 1e3 * statistics.median(times),
+            "quartiles_ms": (1e3 * first, 1e3 * third),
             "fastest_ms": 1e3 * min(times),
-            "over_ideal": ratio(times, found[IDEAL]),
-            "over_busy_ideal": ratio(times, found[BUSY_IDEAL]),
-            "speedup_over_eager": ratio(found[EAGER], times),
-            "work_over_ideal": ratio(rounds.work[name], rounds.work[IDEAL]) / num_devices,
+            "over": {peer: _spread(times, others) for peer, others in found.items()},
+            "work_over_ideal": work,
             "work_ms": 1e3 * statistics.median(rounds.work[name]),
             "page_faults": statistics.median(rounds.faults[name]),
         }
     return summary
 
 
-def step_table(model: Model, summary: dict[str, dict[str, float]], devices: int, load: float) -> str:
+def _spread(ones: Sequence[float], others: Sequence[float]) -> tuple[float, float, float]:
+    first, third = quartiles([one / other for one, other in zip(ones, others, strict=True)])
+    return first, ratio(ones, others), third
+
+
+def step_table(title: str, summary: dict[str, dict[str, Any]]) -> str:
     """Return the table of one model's training step."""
-    rows = [
-        (
-            name,
-            f"{each['median_ms']:.3g}",
-            f"{each['over_ideal']:.2f}",
-            f"{each['over_busy_ideal']:.2f}",
-            f"{each['speedup_over_eager']:.2f}",
-            f"{each['work_over_ideal']:.2f}",
-            f"{each['page_faults']:.0f}",
+    over = [peer for peer in (IDEAL, BUSY_IDEAL) if peer in summary]
+    speedups = [peer for peer in (EAGER, DDP, JAX, COMPILED_EAGER) if peer in summary]
+    rows = []
+    for name, each in summary.items():
+        low, high = each["quartiles_ms"]
+        work = each["work_over_ideal"]
+        rows.append(
+            (
+                name,
+                f"{each['median_ms']:.3g}",
+                f"{low:.3g} to {high:.3g}",
+                *(f"{each['over'][peer][1]:.2f}" for peer in over),
+                *(f"{summary[peer]['over'][name][1]:.2f}" for peer in speedups),
+                "" if work is None else f"{work:.2f}",
+                f"{each['page_faults']:.0f}",
+            )
         )
-        for name, each in summary.items()
-    ]
     head = (
-        "training step",
-        "ms",
-        "over ideal",
-        "over busy ideal",
-        "speedup",
-        "work over ideal",
-        "page faults",
-    )
-    title = f"{model.title}; {devices} devices; others used {load:.0%} of the machine"
+        "training step", "ms", "quartiles", *(f"over {peer}" for peer in over),
+        *(f"speedup over {peer}" for peer in speedups), "work over ideal", "page faults",
+    )  # fmt: skip
     return f"{title}\n\n{_table(head, rows)}"
 
 
-def call_table(records: Sequence[dict[str, Any]], load: float) -> str:
+def growth_table(unit: str, title: str, points: Sequence[dict[str, Any]]) -> str:
+    """Return the table of how calls grow."""
+    lines = list(points[0]["us"])
+    rows = [
+        (
+            f"{each['size']:,}",
+            *(f"{each['us'][line]:.4g}" for line in lines),
+            "" if each["over_plain"] is None else f"{each['over_plain']:.2f}",
+        )
+        for each in points
+    ]
+    return f"{title}\n\n{_table((unit, *(f'{line} us' for line in lines), 'pmap over plain'), rows)}"
+
+
+def memory_table(title: str, record: dict[str, Any]) -> str:
+    """Return the table of what is resident at the peak of a step."""
+    rows = [
+        (
+            model,
+            name,
+            f"{found['gradient_bytes'] / 2**20:.1f}",
+            f"{each['peak_bytes'] / 2**20:.1f}",
+            "" if each["over_eager_bytes"] is None else f"{each['over_eager_bytes'] / 2**20:+.1f}",
+            "" if each["over_eager_copies"] is None else f"{each['over_eager_copies']:+.2f}",
+        )
+        for model, found in record.items()
+        for name, each in found["contenders"].items()
+    ]
+    head = (
+        "model",
+        "training step",
+        "gradients MiB",
+        "peak MiB",
+        "over eager MiB",
+        "in copies of the gradients",
+    )
+    return f"{title}\n\n{_table(head, rows, names=2)}"
+
+
+def message_table(title: str, record: dict[str, Any]) -> str:
+    """Return the table of what processes send each other in a step."""
+    rows = [
+        (
+            model,
+            name,
+            f"{found['gradient_bytes']:,}",
+            f"{each['collective_bytes']:,.0f}",
+            f"{each['collective_bytes'] / found['gradient_bytes']:.4f}",
+            f"{each['loopback_bytes'] / found['gradient_bytes']:.3f}",
+        )
+        for model, found in record.items()
+        for name, each in found["contenders"].items()
+    ]
+    head = (
+        "model", "training step", "gradient bytes", "bytes to collectives, a process", "over gradients",
+        "all loopback over gradients",
+    )  # fmt: skip
+    return f"{title}\n\n{_table(head, rows, names=2)}"
+
+
+def call_table(title: str, records: Sequence[dict[str, Any]]) -> str:
     """Return the table of what a call costs."""
     rows = [
         (
@@ -102,11 +170,10 @@ def call_table(records: Sequence[dict[str, Any]], load: float) -> str:
         "function", "leaves", "devices", "plain us", "pmap us", "own us", "own us per further leaf",
         "over plain", "over thread pool",
     )  # fmt: skip
-    title = f"a call of a function that does next to nothing; others used {load:.0%} of the machine"
     return f"{title}\n\n{_table(head, rows)}"
 
 
-def collective_table(record: dict[str, Any], load: float) -> str:
+def collective_table(title: str, record: dict[str, Any]) -> str:
     """Return the table of what a sum over shards costs."""
     small, large = f"{record['small_leaves']} small leaves", f"{record['large_bytes'] >> 20} MB"
     over_out, over_new = record["large_over_add_with_out"], record["large_over_add"]
@@ -115,28 +182,17 @@ def collective_table(record: dict[str, Any], load: float) -> str:
         (large, f"{1e3 * record['large_ms']:.0f}", "", f"{over_out:.2f}", f"{over_new:.2f}"),
     ]
     head = ("psum of", "us", "own over call", "over torch.add(out=)", "over torch.add")
-    title = f"psum on {record['devices']} devices; others used {load:.0%} of the machine"
     return f"{title}\n\n{_table(head, rows)}"
 
 
-def compat_table(record: dict[str, Any], load: float) -> str:
-    """Return the table of what the wrapper costs over pmap."""
-    rows = [(f"{record['model']}", f"{record['ratio']:.3f}", f"{record['ratio_of_work']:.3f}")]
-    title = (
-        f"compat.DataParallel over pmap; {record['devices']} devices; others used {load:.0%} of the machine"
-    )
-    return f"{title}\n\n{_table(('training step', 'seconds', 'work'), rows)}"
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Lay a table out as Markdown, so that it can be pasted."""
-    lines = [head, *rows]
-    widths = [max(len(line[k]) for line in lines) for k in range(len(head))]
-    rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]], names: int = 1) -> str:
+    """Lay a table out as Markdown, so that it can be pasted: columns of names, then of figures."""
+    widths = [max(len(line[k]) for line in (head, *rows)) for k in range(len(head))]
+    rule = [("-" * width) if k < names else ("-" * (width - 1) + ":") for k, width in enumerate(widths)]
     aligned = [
         [
-            line[0].ljust(widths[0]),
-            *(cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True)),
+            cell.ljust(width) if k < names else cell.rjust(width)
+            for k, (cell, width) in enumerate(zip(line, widths, strict=True))
         ]
         for line in (head, rule, *rows)
     ]
