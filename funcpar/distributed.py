@@ -48,7 +48,8 @@ def initialize(
         world_size: How many there are; by default ``WORLD_SIZE`` of the environment.
 
     Raises:
-        RuntimeError: It was called before, or torch.distributed is missing.
+        RuntimeError: It was called before, torch.distributed is missing, or torchrun restarted the program in
+            a way that keeps the processes from meeting.
         ValueError: The environment is incomplete, or ``timeout`` is not positive.
 
     Example:
@@ -72,6 +73,7 @@ def initialize(
         if init_method is None and rank is None and world_size is None and "WORLD_SIZE" not in os.environ:
             return
         _check_environment(init_method, rank, world_size)
+        _check_restart(init_method)
         dist.init_process_group(
             backend,
             init_method=init_method or "env://",
@@ -176,7 +178,10 @@ def broadcast(values: Any, source: int = 0) -> Any:
     link = _link
     with link.call("broadcast"):
         paths = spec.paths("values")
-        kinds = {path: described(leaf) for path, leaf in zip(paths, leaves, strict=True)}
+        kinds = {
+            path: described(leaf) if isinstance(leaf, torch.Tensor) else type(leaf).__qualname__
+            for path, leaf in zip(paths, leaves, strict=True)
+        }
         check_alike(link, "broadcast", kinds)
         order = spec.order()
         mine = [leaves[k] for k in order] if link.index == source else None
@@ -207,4 +212,15 @@ def _check_environment(init_method: str | None, rank: int | None, world_size: in
         raise ValueError(
             f"initialize: the environment lacks {', '.join(missing)}.\n"
             f"Start the program with torchrun, set them, or give init_method, rank and world_size."
+        )
+
+
+def _check_restart(init_method: str | None) -> None:
+    """Refuse what torch would wait for in vain: see pytorch issue 135712."""
+    is_shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if init_method is None and is_shared and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+        raise RuntimeError(
+            "initialize: torchrun has restarted this program, and the store that they share still holds the "
+            "addresses of the processes before.\nSet TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun, and "
+            "start it with --standalone or --rdzv-backend c10d."
         )
