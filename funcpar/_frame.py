@@ -10,6 +10,7 @@ from funcpar import _functional, _random
 from funcpar._devices import Device
 from funcpar._errors import CollectiveTimeoutError, ReplicaMismatchError, ShardAborted
 from funcpar._group import Group, Shard, current, entered
+from funcpar._standstill import Presence, install
 from funcpar._workers import Outcome, run
 from funcpar._world import is_transformed, num_levels
 
@@ -28,6 +29,7 @@ class Frame:
         streams: Where each shard draws its random numbers from.
         funs: The user's functions, to look for tensors that they close over.
         name_of: Names an argument leaf, by its place, as the user would.
+        takes_turns: Whether one shard runs at a time, since what it calls is likely to be compiled.
     """
 
     devices: tuple[Device, ...]
@@ -37,6 +39,7 @@ class Frame:
     streams: _random.Streams = field(default_factory=_random.Streams)
     funs: Sequence[Callable[..., Any]] = ()
     name_of: Callable[[int], str] | None = None
+    takes_turns: bool = False
 
     def run(self, bodies: Sequence[Body]) -> list[Any]:
         """Run one body per shard and return their values in rank order.
@@ -47,24 +50,33 @@ class Frame:
         size = len(bodies)
         inside = current() is not None
         levels = num_levels() if is_transformed() else None
-        group = Group(self.axis, size, self.weights, serial=inside and size > 1, levels=levels)
+        install()
+        presence = Presence(self.takes_turns)
+        group = Group(
+            self.axis, size, self.weights, serial=inside and size > 1, levels=levels, presence=presence
+        )
         shards = [Shard(group, rank, device) for rank, device in enumerate(self.devices)]
         if size == 1 or inside:
-            return [self._here(body, shard) for body, shard in zip(bodies, shards, strict=True)]
+            return [self._here(body, shard, presence) for body, shard in zip(bodies, shards, strict=True)]
         _random.install()
-        wrapped = [self._wrap(body, shard) for body, shard in zip(bodies, shards, strict=True)]
-        outcomes = run(self.devices, wrapped, group.abort)
+        wrapped = [self._wrap(body, shard, presence) for body, shard in zip(bodies, shards, strict=True)]
+
+        def abort() -> None:
+            presence.failed = True
+            group.abort()
+
+        outcomes = run(self.devices, wrapped, abort)
         if any(outcome.error is not None for outcome in outcomes):
             self._raise(outcomes)
         return [outcome.value for outcome in outcomes]
 
-    def _wrap(self, body: Body, shard: Shard) -> Body:
+    def _wrap(self, body: Body, shard: Shard, presence: Presence) -> Body:
         stream = self.streams[shard.rank]
 
         def wrapped() -> Any:
             outer = _random.enter(stream)
             try:
-                value = _surround(body, shard)
+                value = _surround(body, shard, presence)
                 shard.group.leave(shard.rank)
                 return value
             finally:
@@ -72,9 +84,9 @@ class Frame:
 
         return wrapped
 
-    def _here(self, body: Body, shard: Shard) -> Any:
+    def _here(self, body: Body, shard: Shard, presence: Presence) -> Any:
         try:
-            return _surround(body, shard)
+            return _surround(body, shard, presence)
         except BaseException as error:
             error.add_note(self._place(shard.rank))
             raise
@@ -104,14 +116,16 @@ class Frame:
 _TOLD_TO_ALL = (ReplicaMismatchError, CollectiveTimeoutError)
 
 
-def _surround(body: Body, shard: Shard) -> Any:
+def _surround(body: Body, shard: Shard, presence: Presence) -> Any:
     """Run a body as a shard: it is found by collectives, and its functional_call uses a private shell."""
+    presence.enter()
     outer = _functional.isolate(True)
     try:
         with entered(shard):
             return body()
     finally:
         _functional.isolate(outer)
+        presence.leave()
 
 
 def _text(error: BaseException) -> str:

@@ -74,6 +74,7 @@ class Fused:
         merge: How outputs are merged.
         value_spec: ``"mean"`` or ``"sum"``.
         aux_spec: A prefix of aux.
+        compiled: Evaluates the gradient function in a shard, given its rank; None: as it is.
         found: What each shard evaluated.
         totals: Sums over shards of the gradients of replicated leaves.
     """
@@ -85,13 +86,19 @@ class Fused:
     merge: Merge
     value_spec: str
     aux_spec: Any
+    compiled: Callable[..., Evaluation] | None = None
     found: list[Any] = field(default_factory=list)
     totals: dict[int, Gradient] = field(default_factory=dict)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the gradient function itself, called in the one shard there is, gives the answer."""
+        return len(self.split.devices) == 1 and self.compiled is None
 
     def run(self) -> Any:
         """Return what the gradient function would return for the whole."""
         size = len(self.split.devices)
-        if size == 1 and not self.gradient.has_aux:
+        if self.is_local and not self.gradient.has_aux:
             args, kwargs = self.split.rebuild(self.split.leaves[0])
             return self.frame.run([lambda: self.fun(*args, **kwargs)])[0]
         self.found = [None] * size
@@ -180,9 +187,12 @@ class Fused:
     def _evaluate(
         self, gradient: GradientFunction, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Evaluation:
-        if self.value_spec == "sum" or len(self.merge.weights) == 1:
-            return gradient.evaluate(args, kwargs)
-        return gradient.evaluate(args, kwargs, self.merge.shares()[find(None, gradient.call).rank])
+        rank = find(None, gradient.call).rank
+        whole = self.value_spec == "sum" or len(self.merge.weights) == 1
+        seed = None if whole else self.merge.shares()[rank]
+        if self.compiled is not None:
+            return self.compiled(rank, args, kwargs, seed)
+        return gradient.evaluate(args, kwargs, seed)
 
     def _axes(self, found: Evaluation, leaves: list[Any]) -> list[int | None]:
         """Return along which dimension each differentiated leaf was split."""

@@ -19,10 +19,13 @@ import torch
 from torch import Tensor
 
 from funcpar import tree
-from funcpar._differentiate import by_autograd, by_torch_func, recordable
+from funcpar._differentiate import by_autograd, by_torch_func, in_graph, recordable
 from funcpar._graph import Gradient, holds_tensors, is_smooth, own_all
 from funcpar._world import in_torch_func
 
+Differentiate: TypeAlias = Callable[
+    [Callable[..., tuple[Tensor, Any]], list[Tensor]], tuple[Tensor, Any, list[Gradient]]
+]
 Handler: TypeAlias = Callable[["GradientFunction", tuple[Any, ...], dict[str, Any]], Any]
 
 
@@ -80,6 +83,9 @@ class GradientFunction:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate here, or as pmap has asked to."""
+        if torch.compiler.is_dynamo_compiling():  # What this thread has been asked for is no part of a graph.
+            found = self.evaluate(args, kwargs)
+            return self.answer(found, self.finish(found.leaves, found.grads))
         if _here.target is self and _here.handler is not None:
             handler = _here.handler
             with handled(None, None):  # A call of the same function further in is a local one.
@@ -109,8 +115,16 @@ class GradientFunction:
         self, args: tuple[Any, ...], kwargs: dict[str, Any], seed: float | None = None
     ) -> Evaluation:
         """Return the value, aux, and the gradients times ``seed`` (None: 1)."""
-        if torch.is_inference_mode_enabled():  # Inference tensors cannot be part of a graph.
+        traced = torch.compiler.is_dynamo_compiling()
+        if not traced and torch.is_inference_mode_enabled():  # Inference tensors cannot be part of a graph.
             args, kwargs = tree.map(recordable, (args, kwargs))
+        differentiate = by_torch_func if traced or in_torch_func() else by_autograd
+        return self.evaluate_by(lambda call, inputs: differentiate(call, inputs, seed), args, kwargs)
+
+    def evaluate_by(
+        self, differentiate: Differentiate, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Evaluation:
+        """Return value, aux and gradients as ``differentiate`` makes them of the differentiable leaves."""
         slots = self._slots(args, kwargs)
         flat = [tree.flatten(args[slot] if isinstance(slot, int) else kwargs[slot]) for slot in slots]
         leaves = [leaf for part, _ in flat for leaf in part]
@@ -140,14 +154,21 @@ class GradientFunction:
             return self._split(self.fun(*new_args, **new_kwargs))
 
         inputs = [leaves[k] for k in chosen]
-        differentiate = by_torch_func if in_torch_func() else by_autograd
-        value, aux, some = differentiate(call, inputs, seed)
+        value, aux, some = differentiate(call, inputs)
         grads: list[Gradient] = [None] * len(leaves)
         for k, grad in zip(chosen, some, strict=True):
             grads[k] = grad
         return Evaluation(
             value, aux, leaves, grads, lambda new: build(new)[0] if self.single else tuple(build(new))
         )
+
+    def traced(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], seed: Tensor
+    ) -> tuple[Tensor, Any, list[Gradient]]:
+        """Return value, aux and the gradients of differentiable leaves, in a graph that dynamo traces."""
+        found = self.evaluate_by(lambda call, inputs: in_graph(call, inputs, seed), args, kwargs)
+        pairs = zip(found.grads, found.leaves, strict=True)
+        return found.value, found.aux, [grad for grad, leaf in pairs if _is_differentiable(leaf)]
 
     def _slots(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int | str]:
         """Return where each differentiated argument is: a position in args or a name in kwargs."""

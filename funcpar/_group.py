@@ -15,7 +15,7 @@ from collections.abc import Callable, Hashable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -48,6 +48,16 @@ class Call:
         return f"{self.name}{signature} at {self.site}"
 
 
+class Presence(Protocol):
+    """What wants to know when a shard waits for others, and so does not run."""
+
+    def pause(self) -> None:
+        """The shard of this thread begins to wait."""
+
+    def go_on(self) -> None:
+        """It is about to run again."""
+
+
 @dataclass(frozen=True, slots=True)
 class Shard:
     """The shard that the current code runs in: one rank of one group, on one device."""
@@ -67,6 +77,7 @@ class Group:
         serial: The shards run one after another in one thread, so they cannot meet.
         levels: How many torch.func transforms surround the call; None if it is not transformed, nor
             under a dual level. If it is, the shards share the caller's graph.
+        presence: Is told when a shard waits for the others.
     """
 
     def __init__(
@@ -76,12 +87,14 @@ class Group:
         weights: Sequence[float] | None = None,
         serial: bool = False,
         levels: int | None = None,
+        presence: Presence | None = None,
     ) -> None:
         self.name = name
         self.size = size
         self.weights = weights
         self.serial = serial
         self.levels = levels
+        self._presence = presence
         self._lock = _thread.allocate_lock()
         self._waiting: dict[int, tuple[Call, Any]] = {}
         self._returned: set[int] = set()
@@ -118,9 +131,15 @@ class Group:
                 del self._waiting[rank]  # This shard does not wait.
                 self._release(values)
                 return values
-        if not self._wake[rank].acquire(timeout=_timeout() if limited else -1):
-            self._time_out(rank, call)
-            self._wake[rank].acquire()
+        if self._presence is not None:
+            self._presence.pause()
+        try:
+            if not self._wake[rank].acquire(timeout=timeout() if limited else -1):
+                self._time_out(rank, call)
+                self._wake[rank].acquire()
+        finally:
+            if self._presence is not None:
+                self._presence.go_on()
         answer, self._answers[rank] = self._answers[rank], None
         if answer is None:
             assert self._failure is not None
@@ -175,7 +194,7 @@ class Group:
             places = "".join(f"\n  shard {r} waits in {c}" for r, (c, _) in sorted(self._waiting.items()))
             message = (
                 f"{call}: shard{'s' * (len(missing) > 1)} {', '.join(map(str, missing))} of {self.size} "
-                f"did not come within {_timeout():g} seconds:{places}\n"
+                f"did not come within {timeout():g} seconds:{places}\n"
                 f"Every shard must make the same calls; FUNCPAR_TIMEOUT (seconds) sets the limit."
             )
             self._fail(lambda: CollectiveTimeoutError(message))
@@ -203,7 +222,8 @@ def _first(pair: tuple[int, Any]) -> int:
     return pair[0]
 
 
-def _timeout() -> float:
+def timeout() -> float:
+    """Return how long, in seconds, a thread waits for the shards of other threads."""
     given = os.environ.get("FUNCPAR_TIMEOUT", "300")
     try:
         return float(given)

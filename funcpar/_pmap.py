@@ -12,6 +12,7 @@ import torch._functorch.apis
 from funcpar import tree
 from funcpar._axes import InAxes
 from funcpar._binding import Binder, check_in_axes, static_positions
+from funcpar._compile import Compilation, Plan
 from funcpar._devices import Device, resolve
 from funcpar._frame import Frame
 from funcpar._fused import Fused, gradient_within, specs_of
@@ -32,6 +33,7 @@ def pmap(
     weight: Callable[..., Any] | None = None,
     min_rows: int = 1,
     static_broadcasted_argnums: int | Sequence[int] = (),
+    compile: bool = False,
 ) -> Callable[..., Any]:
     """Map a function over the rows of its arguments, one shard of rows per device, all at once.
 
@@ -64,6 +66,9 @@ def pmap(
             gradients; by default its number of rows. A shard of weight 0 is left out.
         min_rows: The fewest rows worth a shard.
         static_broadcasted_argnums: Positions of arguments that every shard gets whole and as they are.
+        compile: Whether each shard runs one graph, made by torch.compile; of ``pmap(value_and_grad(f))``
+            forward, backward and weight together. Compiled once per signature (structure, shapes, plain
+            numbers), which takes seconds, while no shard runs in this process. Needs a C++ compiler.
 
     Returns:
         A function with the signature of ``fun``.
@@ -99,6 +104,8 @@ def pmap(
         raise ValueError(f"{call}: min_rows={min_rows!r} is not a positive integer.\nGive 1 or more.")
     if weight is not None and not callable(weight):
         raise TypeError(f"{call}: weight={weight!r} is not callable.\nGive a function of the arguments.")
+    if not isinstance(compile, bool):
+        raise TypeError(f"{call}: compile={compile!r} is not a bool.\nGive True or False.")
     if isinstance(axis_name, tuple) or not isinstance(axis_name, Hashable):
         raise TypeError(f"{call}: axis_name={axis_name!r} cannot name an axis.\nGive a string.")
     if isinstance(devices, Iterable) and not isinstance(devices, str):
@@ -115,6 +122,7 @@ def pmap(
         out_axes,
         devices,
         weight,
+        Compilation(call, fun, gradient_within(fun)[0], compile),
     )
 
     @functools.wraps(fun)
@@ -146,6 +154,7 @@ class _Mapped:
         out_axes: Any,
         devices: Any,
         weight: Callable[..., Any] | None,
+        compilation: Compilation,
     ) -> None:
         self.fun = fun
         self.call = call
@@ -155,6 +164,7 @@ class _Mapped:
         self.out_axes = out_axes
         self.devices = devices
         self.weight = weight
+        self.compilation = compilation
         self.gradient, self.wrapped = gradient_within(fun)
         self.takes_local_gradient = _is_torch_func_gradient(fun)
         if self.gradient is not None:
@@ -169,20 +179,28 @@ class _Mapped:
         arguments = self.binder.bind(args, kwargs)
         split = self.in_axes.split(arguments, self._devices(), self.devices is not None)
         split, weights = self._weigh(split)
+        name_of = lambda k: self.in_axes.path(arguments, split, k)
+        plan = self.compilation.plan(split, name_of)
         frame = Frame(
             split.devices,
             self.axis_name,
             tuple(weights),
             self.call,
             funs=(self.fun,),
-            name_of=lambda k: self.in_axes.path(arguments, split, k),
+            name_of=name_of,
+            takes_turns=plan.takes_turns,
         )
-        merge = Merge(self.call, split, weights)
+        out = self._run(split, frame, Merge(self.call, split, weights), plan)
+        self.compilation.finish(plan)
+        return out
+
+    def _run(self, split: Split, frame: Frame, merge: Merge, plan: Plan) -> Any:
         if self.gradient is None:
-            return self._plain(split, frame, merge, self.out_axes)
-        fused = Fused(self.gradient, self.fun, split, frame, merge, self.value_spec, self.aux_spec)
+            return self._plain(split, frame, merge, self.out_axes, plan)
+        compiled = functools.partial(self.compilation.evaluate, plan) if self.compilation.wanted else None
+        fused = Fused(self.gradient, self.fun, split, frame, merge, self.value_spec, self.aux_spec, compiled)
         if self.wrapped:
-            return self._plain(split, frame, merge, "auto", fused)
+            return self._plain(split, frame, merge, "auto", plan, fused)
         return fused.run()
 
     def _devices(self) -> tuple[Device, ...]:
@@ -203,7 +221,13 @@ class _Mapped:
         return (split, weights) if any(weights) else (split.undivided(), [1.0])
 
     def _plain(
-        self, split: Split, frame: Frame, merge: Merge, out_axes: Any, fused: Fused | None = None
+        self,
+        split: Split,
+        frame: Frame,
+        merge: Merge,
+        out_axes: Any,
+        plan: Plan,
+        fused: Fused | None = None,
     ) -> Any:
         size = len(split.devices)
         specs: list[Any] = [None] * size
@@ -211,9 +235,10 @@ class _Mapped:
 
         def body(rank: int, leaves: list[Any]) -> list[Any]:
             args, kwargs = split.rebuild(leaves)
-            reducing = nullcontext() if fused is None or size == 1 else fused.reducing(leaves)
+            reducing = nullcontext() if fused is None or fused.is_local else fused.reducing(leaves)
+            fun = self.compilation.function(plan, rank)
             with recorded() as seen, reducing:
-                out, specs[rank] = tree.flatten(self.fun(*args, **kwargs))
+                out, specs[rank] = tree.flatten(fun(*args, **kwargs))
             if rank == 0 and self.takes_local_gradient:
                 gradients.update(range(len(out)))
             elif rank == 0 and seen:

@@ -32,7 +32,7 @@ class World:
         self.grad = torch.is_grad_enabled()
         self.inference = torch.is_inference_mode_enabled()
         self.forward_ad = torch._C._is_fwd_grad_enabled()
-        self.autocast = _autocast_states()
+        self.autocast = autocast_states()
         self.hooks = _saved_tensor_hooks()
         self.hooks_disabled = _autograd._saved_tensors_hooks_get_disabled_error_message()
         self.function_modes = [
@@ -140,12 +140,13 @@ _ACCELERATOR = torch.accelerator.current_accelerator()
 _KINDS = ("cpu", "cuda" if _ACCELERATOR is None else _ACCELERATOR.type)
 
 
-def _autocast_states() -> list[tuple[str, bool, torch.dtype]]:
+def autocast_states() -> list[tuple[str, bool, torch.dtype]]:
+    """Return for each device type whether autocast is on in this thread, and with which dtype."""
     return [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _KINDS]
 
 
 def _set_autocast(states: list[tuple[str, bool, torch.dtype]]) -> None:
-    if states != _autocast_states():
+    if states != autocast_states():
         for kind, enabled, dtype in states:
             torch.set_autocast_enabled(kind, enabled)
             torch.set_autocast_dtype(kind, dtype)
@@ -154,7 +155,7 @@ def _set_autocast(states: list[tuple[str, bool, torch.dtype]]) -> None:
 def _fresh_autocast_states() -> list[tuple[str, bool, torch.dtype]]:
     """Return what a new thread starts with."""
     found: list[list[tuple[str, bool, torch.dtype]]] = []
-    thread = threading.Thread(target=lambda: found.append(_autocast_states()), daemon=True)
+    thread = threading.Thread(target=lambda: found.append(autocast_states()), daemon=True)
     thread.start()
     thread.join(timeout=60)
     return found[0]

@@ -21,10 +21,10 @@ LAYERS = [
         "_errors _devices _nodes _prefix tree _pages _graph _equality _closure _reduce _staging",
         "_jvp _world _random _workers _prefetch",
         "_references _rebind _shell _isolation _functional",
-        "_group _maps _request _exchange _differentiate _grad",
+        "_group _standstill _maps _request _exchange _differentiate _grad",
         "_operand _collectives _gathers _permutations _batchnorm",
         "_depends _frame _joint _call",
-        "_binding _split _axes _merge _fused _pmap _check",
+        "_graphs _binding _split _compile _axes _merge _fused _pmap _check",
     )
     for name in layer.split()
 ]

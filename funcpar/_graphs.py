@@ -1,0 +1,179 @@
+"""Graphs: one function compiled as a whole, with a reason where it cannot be."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import os
+import types
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from funcpar._grad import GradientFunction
+from funcpar._graph import Gradient
+from funcpar._standstill import compiling_under, install
+
+_numbers = itertools.count()
+_NOT_THE_USERS = tuple(str(Path(file).parent) for file in (__file__, torch.__file__))
+
+
+class Refused(Exception):
+    """Why a graph that torch could compile must not be: what, and the fix."""
+
+
+class Graph:
+    """A function with code of its own for one signature, compiled when it is first called.
+
+    Args:
+        where: The call for messages, such as ``pmap(train_step, compile=True)``.
+        fun: What is compiled, as one graph.
+        detached: Whether a tensor that requires a gradient must not be part of it.
+    """
+
+    def __init__(self, where: str, fun: Callable[..., Any], detached: bool) -> None:
+        self.where = where
+        self._plain = fun
+        dynamo: Any = torch._dynamo
+        install()
+        self._failures = (dynamo.exc.TorchDynamoException, dynamo.exc.FailOnRecompileLimitHit)
+
+        def inductor(graph: Any, inputs: Sequence[Any]) -> Any:
+            if detached:
+                _refuse_gradients(graph, inputs)
+            code = BACKEND(graph, inputs)
+            _refuse_writes(graph)
+            return code
+
+        # Dynamo keeps what it compiles with the code object, which is the same for all closures of a body.
+        own = fun.__code__.replace(co_name=f"{fun.__name__}_{next(_numbers)}")
+        fresh = types.FunctionType(own, fun.__globals__, own.co_name, fun.__defaults__, fun.__closure__)
+        self._call = torch.compile(fresh, backend=inductor, fullgraph=True, dynamic=False)
+
+    def __call__(self, *args: Any) -> Any:
+        """Call the function.
+
+        Raises:
+            ValueError: It cannot be compiled.
+        """
+        try:
+            with compiling_under(_differentiating):
+                return self._call(*args)
+        except self._failures as error:
+            failure: BaseException = error
+        if getattr(failure, "gb_type", None) == "Observed exception" or "fake tensor call" in str(failure):
+            self._plain(*args)  # The function itself raises, and its own error says more.
+        raise self._explained(failure)
+
+    def _explained(self, error: BaseException) -> ValueError:
+        cause = getattr(error, "inner_exception", None)
+        if isinstance(cause, Refused):
+            return ValueError(f"{self.where}: {cause}")
+        text = str(error)
+        explained = ValueError(f"{self.where}: cannot compile the function: {_reason(text)}\n{_fix(text)}")
+        explained.__cause__ = error
+        return explained
+
+
+def plain(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what calls a function with args and kwargs."""
+
+    def forward(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return fun(*args, **kwargs)
+
+    return forward
+
+
+def step(gradient: GradientFunction) -> Callable[..., Any]:
+    """Return what computes value, aux and gradients, times a seed, of args and kwargs."""
+
+    def forward_and_backward(
+        args: tuple[Any, ...], kwargs: dict[str, Any], seed: Tensor
+    ) -> tuple[Tensor, Any, list[Gradient]]:
+        return gradient.traced(args, kwargs, seed)
+
+    return forward_and_backward
+
+
+def _inductor(graph: Any, inputs: Sequence[Any]) -> Any:
+    # Torch's own random ops, which draw from the stream of the shard, and what they draw without compile=True.
+    patches = {"fallback_random": True}
+    inductor = importlib.import_module("torch._inductor.compile_fx")  # Takes a second, so not before.
+    return inductor.compile_fx(graph, inputs, config_patches=patches)
+
+
+BACKEND: Callable[[Any, Sequence[Any]], Any] = _inductor
+
+
+def _differentiating() -> Any:
+    dynamo: Any = torch._dynamo
+    return dynamo.config.patch(trace_autograd_ops=True)
+
+
+def _inputs_of(graph: Any) -> list[str]:
+    """Name the inputs of a graph as dynamo does, by where they come from."""
+    nodes = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    return [str(getattr(getattr(node, "_dynamo_source", None), "name", node.name)) for node in nodes]
+
+
+def _refuse_gradients(graph: Any, inputs: Sequence[Any]) -> None:
+    names = [
+        name for name, given in zip(_inputs_of(graph), inputs, strict=True)
+        if isinstance(given, Tensor) and given.requires_grad
+    ]  # fmt: skip
+    if names:
+        raise Refused(
+            f"the function uses tensors that require a gradient, and compiled gradients have none "
+            f"themselves:\n{_listed(names)}\nDetach them, call it under torch.no_grad(), or leave compile=True out."
+        )
+
+
+def _refuse_writes(graph: Any) -> None:
+    context = torch._guards.TracingContext.try_get()
+    metadata = None if context is None else context.fw_metadata
+    if metadata is None:
+        return
+    names = _inputs_of(graph)
+    written = [names[k] for k, info in enumerate(metadata.input_info) if info.mutates_data and k < len(names)]
+    if written:
+        raise Refused(
+            f"the function writes in place to what it is given or closes over, which shards share:\n"
+            f"{_listed(written)}\nReturn the new value instead (functionalize_with_buffers does for buffers), "
+            f"or call module.eval() before."
+        )
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = [f"  and {len(names) - 8} more"] if len(names) > 8 else []
+    return "\n".join([*(f"  {name}" for name in names[:8]), *more])
+
+
+def _reason(text: str) -> str:
+    """Return what dynamo says, without its hints and the frames of this package."""
+    kept: list[str] = []
+    hidden = False
+    for line in text.split("Set TORCHDYNAMO_VERBOSE")[0].splitlines():
+        if line.startswith('   File "') or line.startswith('  File "'):
+            hidden = any(f'"{path}{os.sep}' in line for path in _NOT_THE_USERS)
+        elif not line.startswith("  "):
+            hidden = False
+        if line.strip() and not hidden and not line.lstrip().startswith(("Hint:", "For more details")):
+            kept.append(line.rstrip())
+    return "\n".join(kept)
+
+
+def _fix(text: str) -> str:
+    if "force-skipped" in text:
+        return (
+            "Collectives and nested pmaps meet other shards and cannot be part of a graph: leave compile=True "
+            "out, or map torch.compile(f), which compiles what is between them."
+        )
+    if "C++ compiler" in text or "CppCompile" in text:
+        return "Install a C++ compiler (CXX names it), or leave compile=True out."
+    return (
+        "Write it with tensor operations alone (torch.where for a branch), or leave compile=True out; "
+        "torch.compile(f) inside pmap compiles parts."
+    )
