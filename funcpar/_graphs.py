@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import operator
 import os
 import types
 from collections.abc import Callable, Sequence
@@ -17,6 +18,11 @@ from funcpar._grad import GradientFunction
 from funcpar._graph import Gradient
 from funcpar._standstill import compiling_under, install
 
+_IN_PLACE = {
+    operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv, operator.imod,
+    operator.ipow, operator.imatmul, operator.iand, operator.ior, operator.ixor, operator.ilshift,
+    operator.irshift, operator.setitem,
+}  # fmt: skip
 _numbers = itertools.count()
 _NOT_THE_USERS = tuple(str(Path(file).parent) for file in (__file__, torch.__file__))
 
@@ -44,8 +50,9 @@ class Graph:
         def inductor(graph: Any, inputs: Sequence[Any]) -> Any:
             if detached:
                 _refuse_gradients(graph, inputs)
+            _refuse(graph, _written_to(graph))
             code = BACKEND(graph, inputs)
-            _refuse_writes(graph)
+            _refuse(graph, _mutated())
             return code
 
         # Dynamo keeps what it compiles with the code object, which is the same for all closures of a body.
@@ -60,7 +67,7 @@ class Graph:
             ValueError: It cannot be compiled.
         """
         try:
-            with compiling_under(_differentiating):
+            with compiling_under(_setting):
                 return self._call(*args)
         except self._failures as error:
             failure: BaseException = error
@@ -108,8 +115,12 @@ def _inductor(graph: Any, inputs: Sequence[Any]) -> Any:
 BACKEND: Callable[[Any, Sequence[Any]], Any] = _inductor
 
 
-def _differentiating() -> Any:
+def _setting() -> Any:
+    """Return what dynamo is set to while it makes a graph here."""
     dynamo: Any = torch._dynamo
+    # What torch has learned about 0-d float64 inputs of other graphs makes it lose writes to them in this
+    # one, before anybody can refuse them.
+    dynamo.symbolic_convert.TensorifyState.clear()
     return dynamo.config.patch(trace_autograd_ops=True)
 
 
@@ -131,18 +142,34 @@ def _refuse_gradients(graph: Any, inputs: Sequence[Any]) -> None:
         )
 
 
-def _refuse_writes(graph: Any) -> None:
+def _written_to(graph: Any) -> list[int]:
+    """Return which inputs an operation of a graph writes to by itself, not through a view."""
+    places = {node: k for k, node in enumerate(n for n in graph.graph.nodes if n.op == "placeholder")}
+    return [
+        places[node.args[0]] for node in graph.graph.nodes
+        if node.args and node.args[0] in places and (node.target in _IN_PLACE or _is_in_place(node))
+    ]  # fmt: skip
+
+
+def _is_in_place(node: Any) -> bool:
+    name = node.target
+    return node.op == "call_method" and name[-1] == "_" and name[-2:] != "__" and name != "requires_grad_"
+
+
+def _mutated() -> list[int]:
+    """Return which inputs the graph that was compiled last writes to, in whatever way."""
     context = torch._guards.TracingContext.try_get()
     metadata = None if context is None else context.fw_metadata
-    if metadata is None:
-        return
-    names = _inputs_of(graph)
-    written = [names[k] for k, info in enumerate(metadata.input_info) if info.mutates_data and k < len(names)]
+    return [] if metadata is None else [k for k, info in enumerate(metadata.input_info) if info.mutates_data]
+
+
+def _refuse(graph: Any, written: list[int]) -> None:
     if written:
+        names = _inputs_of(graph)
         raise Refused(
             f"the function writes in place to what it is given or closes over, which shards share:\n"
-            f"{_listed(written)}\nReturn the new value instead (functionalize_with_buffers does for buffers), "
-            f"or call module.eval() before."
+            f"{_listed([names[k] for k in written])}\nReturn the new value instead "
+            f"(functionalize_with_buffers does for buffers), or call module.eval() before."
         )
 
 
