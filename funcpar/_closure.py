@@ -34,7 +34,7 @@ def _is_compiled(item: Any) -> bool:
     attributes = getattr(item, "__dict__", None)
     if not isinstance(attributes, dict):
         return False
-    return "_torchdynamo_orig_callable" in attributes or attributes.get("_compiled_call_impl") is not None
+    return "_is_torch_compile" in attributes or attributes.get("_compiled_call_impl") is not None
 
 
 def _reached(funs: Iterable[Any]) -> Iterator[Any]:

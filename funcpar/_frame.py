@@ -12,7 +12,7 @@ from funcpar._errors import CollectiveTimeoutError, ReplicaMismatchError, ShardA
 from funcpar._group import Group, Shard, current, entered
 from funcpar._standstill import Presence, install
 from funcpar._workers import Outcome, run
-from funcpar._world import is_transformed, num_levels
+from funcpar._world import is_transformed, num_levels, untraced
 
 Body: TypeAlias = Callable[[], Any]
 
@@ -41,6 +41,7 @@ class Frame:
     name_of: Callable[[int], str] | None = None
     takes_turns: bool = False
 
+    @untraced
     def run(self, bodies: Sequence[Body]) -> list[Any]:
         """Run one body per shard and return their values in rank order.
 

@@ -21,6 +21,7 @@ import torch
 
 from funcpar._devices import Device
 from funcpar._errors import CollectiveTimeoutError, ReplicaMismatchError, ShardAborted, UnboundAxisError
+from funcpar._world import untraced
 
 _NOT_THE_USERS = tuple(str(Path(file).parent) + os.sep for file in (__file__, torch.__file__))
 
@@ -104,6 +105,7 @@ class Group:
         for lock in self._wake:
             lock.acquire()
 
+    @untraced
     def exchange(self, rank: int, call: Call, value: Any, limited: bool = True) -> list[Any]:
         """Bring ``value``, wait for the others, and return all values in rank order.
 

@@ -16,12 +16,14 @@ import contextlib
 import os
 import sys
 import threading
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from funcpar._errors import CollectiveTimeoutError, ShardAborted
 from funcpar._group import timeout
+from funcpar._world import untraced
 
 
 class _Here(threading.local):
@@ -109,6 +111,7 @@ class Presence:
         self.failed = False
         self._started = False
 
+    @untraced
     def enter(self) -> None:
         """Begin a shard in this thread, once nothing is being compiled.
 
@@ -122,17 +125,20 @@ class Presence:
                 raise ShardAborted("another shard failed")
         _here.depth += 1
 
+    @untraced
     def leave(self) -> None:
         """End the shard."""
         _here.depth -= 1
         if _here.depth == 0:
             self._stop()
 
+    @untraced
     def pause(self) -> None:
         """Stop running, to wait for other shards."""
         if _here.depth:
             self._stop()
 
+    @untraced
     def go_on(self) -> None:
         """Run again."""
         if _here.depth:
@@ -167,6 +173,7 @@ class CompileLock:
         self.original = original
         self._setting: Any = None
 
+    @untraced
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
         """Wait for a standstill. No compilation asks for less, so the arguments are not looked at."""
         if _state.owner == _thread.get_ident():
@@ -184,6 +191,7 @@ class CompileLock:
         _state.depth = 1
         return True
 
+    @untraced
     def release(self) -> None:
         """End the standstill."""
         _state.depth -= 1
@@ -225,11 +233,23 @@ def install() -> None:
     with _install_lock:
         if isinstance(dynamo.compile_lock, CompileLock):
             return
-        rules: Any = sys.modules["torch._dynamo.trace_rules"]
-        rules.FORCE_SKIP_FILES |= {
-            path.as_posix() for path in Path(__file__).parent.glob("*.py") if path.stem not in _TRACED
-        }
+        _keep_out()
         dynamo.compile_lock = CompileLock(lock)
+
+
+def _keep_out() -> None:
+    """Let dynamo trace nothing of this package, but for parts that a graph may contain."""
+    rules: Any = sys.modules["torch._dynamo.trace_rules"]
+    frames: Any = sys.modules["torch._dynamo.eval_frame"]
+    for path in Path(__file__).parent.glob("*.py"):
+        if path.stem not in _TRACED:
+            rules.FORCE_SKIP_FILES.add(path.as_posix())
+            continue
+        for value in vars(sys.modules.get(f"{__package__}.{path.stem}", object)).values():
+            for fun in vars(value).values() if isinstance(value, type) else (value,):
+                # Called by what is not traced, it is not worth a graph of its own.
+                if isinstance(fun, types.FunctionType) and fun.__code__.co_filename == str(path):
+                    frames.skip_code(fun.__code__)
 
 
 # What a compiled function may call as part of its graph. All else here would be torn into pieces: it

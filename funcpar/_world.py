@@ -9,8 +9,10 @@ wrapped tensors, closed-over ones included, as the caller's own thread would.
 
 from __future__ import annotations
 
+import functools
 import threading
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch._C import _autograd, _functorch
@@ -18,6 +20,10 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _pop_mode, _push_mode
 
 from funcpar import _jvp
+
+P = ParamSpec("P")
+T = TypeVar("T")
+_set_frame_evaluation: Any = torch._C._dynamo.eval_frame.set_eval_frame  # type: ignore[attr-defined]
 
 
 class World:
@@ -87,6 +93,23 @@ class World:
         torch._C._set_grad_enabled(True)
         while _functorch.peek_interpreter_stack() is not None:
             _functorch.pop_dynamic_layer_stack()
+
+
+def untraced(fun: Callable[P, T]) -> Callable[P, T]:
+    """Wrap a function so that dynamo, if it is on in this thread, compiles nothing that it calls.
+
+    What holds a lock must not come upon a compilation, which waits for other shards.
+    """
+
+    @functools.wraps(fun)
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> T:
+        before = _set_frame_evaluation(None)
+        try:
+            return fun(*args, **kwargs)
+        finally:
+            _set_frame_evaluation(before)
+
+    return wrapper
 
 
 def in_torch_func() -> bool:
