@@ -142,7 +142,7 @@ class Compilation:
         if is_transformed():
             raise ValueError(
                 f"{self.where}: a torch.func transform or dual level around it cannot see into compiled "
-                f"code.\nUse the transform inside the function or fp.grad around it, or leave compile=True out."
+                f"code.\nUse the transform inside the function, fp.grad around it, or leave compile=True out."
             )
         if self.gradient is not None and torch.is_grad_enabled():
             names = [
@@ -153,8 +153,8 @@ class Compilation:
                 shown = "".join(f"\n  {name}" for name in names[:8])
                 raise ValueError(
                     f"{self.where}: arguments require a gradient, and compiled gradients have no "
-                    f"derivative:{shown}\nDetach them (functionalize returns detached parameters), call it under "
-                    f"torch.no_grad(), or leave compile=True out."
+                    f"derivative:{shown}\nDetach them (functionalize returns detached parameters), call it "
+                    f"under torch.no_grad(), or leave compile=True out."
                 )
 
 

@@ -19,13 +19,11 @@ import torch
 from torch import Tensor
 
 from funcpar import tree
-from funcpar._differentiate import by_autograd, by_torch_func, in_graph, recordable
+from funcpar._differentiate import by_autograd, by_torch_func, recordable
 from funcpar._graph import Gradient, holds_tensors, is_smooth, own_all
 from funcpar._world import in_torch_func
 
-Differentiate: TypeAlias = Callable[
-    [Callable[..., tuple[Tensor, Any]], list[Tensor]], tuple[Tensor, Any, list[Gradient]]
-]
+Differentiate: TypeAlias = Callable[[Callable[..., Any], list[Tensor]], tuple[Tensor, Any, list[Gradient]]]
 Handler: TypeAlias = Callable[["GradientFunction", tuple[Any, ...], dict[str, Any]], Any]
 
 
@@ -83,17 +81,15 @@ class GradientFunction:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate here, or as pmap has asked to."""
-        if torch.compiler.is_dynamo_compiling():  # What this thread has been asked for is no part of a graph.
-            found = self.evaluate(args, kwargs)
-            return self.answer(found, self.finish(found.leaves, found.grads))
-        if _here.target is self and _here.handler is not None:
+        traced = torch.compiler.is_dynamo_compiling()  # A graph knows nothing of this thread.
+        if not traced and _here.target is self and _here.handler is not None:
             handler = _here.handler
             with handled(None, None):  # A call of the same function further in is a local one.
                 return handler(self, args, kwargs)
         found = self.evaluate(args, kwargs)
-        grads = self.finish(found.leaves, own_all(found.grads))
+        grads = self.finish(found.leaves, found.grads if traced else own_all(found.grads))
         answer = self.answer(found, grads)
-        if _here.seen is not None:
+        if not traced and _here.seen is not None:
             _here.seen += [(g, leaf) for g, leaf in zip(grads, found.leaves, strict=True) if g is not None]
         return answer
 
@@ -135,7 +131,7 @@ class GradientFunction:
                     f"or arrays in it, which is no pytree node.\nUse dicts, lists, tuples or dataclasses of "
                     f"tensors, or register the type with torch.utils._pytree."
                 )
-        chosen = [k for k, leaf in enumerate(leaves) if _is_differentiable(leaf)]
+        chosen = differentiable(leaves)
 
         def build(new: list[Any]) -> list[Any]:
             rest = iter(new)
@@ -161,14 +157,6 @@ class GradientFunction:
         return Evaluation(
             value, aux, leaves, grads, lambda new: build(new)[0] if self.single else tuple(build(new))
         )
-
-    def traced(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], seed: Tensor
-    ) -> tuple[Tensor, Any, list[Gradient]]:
-        """Return value, aux and the gradients of differentiable leaves, in a graph that dynamo traces."""
-        found = self.evaluate_by(lambda call, inputs: in_graph(call, inputs, seed), args, kwargs)
-        pairs = zip(found.grads, found.leaves, strict=True)
-        return found.value, found.aux, [grad for grad, leaf in pairs if _is_differentiable(leaf)]
 
     def _slots(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int | str]:
         """Return where each differentiated argument is: a position in args or a name in kwargs."""
@@ -300,6 +288,11 @@ def recorded() -> Iterator[list[tuple[Tensor, Tensor]]]:
 
 def _name_of(fun: Callable[..., Any]) -> str:
     return getattr(fun, "__name__", type(fun).__name__)
+
+
+def differentiable(leaves: list[Any]) -> list[int]:
+    """Return which leaves get a gradient."""
+    return [k for k, leaf in enumerate(leaves) if _is_differentiable(leaf)]
 
 
 def _is_differentiable(leaf: Any) -> bool:

@@ -60,7 +60,7 @@ def refuse_hidden(outs: Sequence[Tensor]) -> None:
 def explain_compiled(error: RuntimeError) -> None:
     """Add the fix to torch's error for a second derivative of a compiled function."""
     if "does not currently support double backward" in str(error):
-        error.add_note("Compiled functions have first derivatives alone: leave torch.compile or compile=True out.")
+        error.add_note("Compiled code has first derivatives alone: leave torch.compile or compile=True out.")
 
 
 def owned(grads: Sequence[Gradient]) -> list[bool]:

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcpar._grad import GradientFunction
+from funcpar._differentiate import in_graph
+from funcpar._grad import GradientFunction, differentiable
 from funcpar._graph import Gradient
 from funcpar._standstill import compiling_under, install
 
@@ -100,13 +101,14 @@ def step(gradient: GradientFunction) -> Callable[..., Any]:
     def forward_and_backward(
         args: tuple[Any, ...], kwargs: dict[str, Any], seed: Tensor
     ) -> tuple[Tensor, Any, list[Gradient]]:
-        return gradient.traced(args, kwargs, seed)
+        found = gradient.evaluate_by(lambda call, inputs: in_graph(call, inputs, seed), args, kwargs)
+        return found.value, found.aux, [found.grads[k] for k in differentiable(found.leaves)]
 
     return forward_and_backward
 
 
 def _inductor(graph: Any, inputs: Sequence[Any]) -> Any:
-    # Torch's own random ops, which draw from the stream of the shard, and what they draw without compile=True.
+    # Torch's own random ops draw from the stream of the shard, and the same numbers as without compile=True.
     patches = {"fallback_random": True}
     inductor = importlib.import_module("torch._inductor.compile_fx")  # Takes a second, so not before.
     return inductor.compile_fx(graph, inputs, config_patches=patches)
@@ -137,8 +139,8 @@ def _refuse_gradients(graph: Any, inputs: Sequence[Any]) -> None:
     ]  # fmt: skip
     if names:
         raise Refused(
-            f"the function uses tensors that require a gradient, and compiled gradients have none "
-            f"themselves:\n{_listed(names)}\nDetach them, call it under torch.no_grad(), or leave compile=True out."
+            f"the function uses tensors that require a gradient, and compiled gradients have no derivative:\n"
+            f"{_listed(names)}\nDetach them, call it under torch.no_grad(), or leave compile=True out."
         )
 
 
@@ -152,8 +154,10 @@ def _written_to(graph: Any) -> list[int]:
 
 
 def _is_in_place(node: Any) -> bool:
-    name = node.target
-    return node.op == "call_method" and name[-1] == "_" and name[-2:] != "__" and name != "requires_grad_"
+    name = str(node.target)
+    return (
+        bool(node.op == "call_method") and name[-1] == "_" and name[-2:] != "__" and name != "requires_grad_"
+    )
 
 
 def _mutated() -> list[int]:
@@ -182,7 +186,7 @@ def _reason(text: str) -> str:
     """Return what dynamo says, without its hints and the frames of this package."""
     kept: list[str] = []
     hidden = False
-    for line in text.split("Set TORCHDYNAMO_VERBOSE")[0].splitlines():
+    for line in text.partition("Set TORCHDYNAMO_VERBOSE")[0].splitlines():
         if line.startswith('   File "') or line.startswith('  File "'):
             hidden = any(f'"{path}{os.sep}' in line for path in _NOT_THE_USERS)
         elif not line.startswith("  "):
@@ -195,8 +199,8 @@ def _reason(text: str) -> str:
 def _fix(text: str) -> str:
     if "force-skipped" in text:
         return (
-            "Collectives and nested pmaps meet other shards and cannot be part of a graph: leave compile=True "
-            "out, or map torch.compile(f), which compiles what is between them."
+            "Collectives and nested pmaps meet other shards and cannot be part of a graph: leave "
+            "compile=True out, or map torch.compile(f), which compiles what is between them."
         )
     if "C++ compiler" in text or "CppCompile" in text:
         return "Install a C++ compiler (CXX names it), or leave compile=True out."

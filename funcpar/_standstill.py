@@ -73,9 +73,9 @@ class _Standstill:
             try:
                 if not self.changed.wait_for(lambda: self.owner is None and self.running == 0, limit):
                     raise CollectiveTimeoutError(
-                        f"torch.compile: nothing is compiled while shards run, and {self.running} did not end "
-                        f"within {limit:g} seconds.\nCall the compiled function once before, or let shards "
-                        f"wait for each other in collectives only; FUNCPAR_TIMEOUT (seconds) sets the limit."
+                        f"torch.compile: nothing is compiled while shards run, and {self.running} did not "
+                        f"end within {limit:g} seconds.\nCall the compiled function once before, or let "
+                        f"shards wait for each other in collectives only; FUNCPAR_TIMEOUT sets the limit."
                     )
                 self.owner = _thread.get_ident()
             except BaseException:

@@ -23,7 +23,7 @@ from funcpar import _jvp
 
 P = ParamSpec("P")
 T = TypeVar("T")
-_set_frame_evaluation: Any = torch._C._dynamo.eval_frame.set_eval_frame  # type: ignore[attr-defined]
+_set_frame_evaluation: Any = torch._C._dynamo.eval_frame.set_eval_frame
 
 
 class World:

@@ -141,9 +141,7 @@ def test_aux_partials_wrappers_and_keywords_are_as_without_compile():
     assert_close(got, expected)
     partly = functools.partial(fp.grad(loss_fn), y=y[:1])
     axes = {"params": None, "x": 0, "y": None}
-    assert_close(
-        fp.pmap(partly, devices=2, in_axes=axes, compile=True)(PARAMS, x), partly(PARAMS, x)
-    )
+    assert_close(fp.pmap(partly, devices=2, in_axes=axes, compile=True)(PARAMS, x), partly(PARAMS, x))
 
     @functools.wraps(gradient)
     def scaled(params, x, scale=1.0, y=None):
@@ -196,12 +194,12 @@ def test_dropout_draws_what_it_draws_without_compile_and_shards_get_masks_of_the
 
 def test_transforms_inside_work_and_so_does_a_gradient_within_the_function():
     per_sample = torch.vmap(torch.func.grad(lambda w, row: torch.tanh(row @ w)), (None, 0))
-    assert_close(fp.pmap(per_sample, devices=2, compile=True)(rand(3), BATCH[0]), per_sample(rand(3), BATCH[0]))
+    w, x = GIVEN
+    assert_close(fp.pmap(per_sample, devices=2, compile=True)(w, x), per_sample(w, x))
     inner = lambda w, x: (fp.grad(lambda v: torch.tanh(x @ v).mean())(w) ** 2).sum() * x.mean()
-    got = fp.pmap(lambda w, x: inner(w, x[:1]), devices=1, in_axes=(None, 0), compile=True)(rand(3), BATCH[0])
-    assert_close(got, inner(rand(3), BATCH[0][:1]))
+    assert_close(fp.pmap(inner, devices=1, compile=True)(w, x), inner(w, x))
     outer = fp.value_and_grad(inner)
-    assert_close(fp.pmap(outer, devices=1, compile=True)(rand(3), BATCH[0]), outer(rand(3), BATCH[0]))
+    assert_close(fp.pmap(outer, devices=1, compile=True)(w, x), outer(w, x))
 
 
 def test_what_surrounds_the_call_is_part_of_the_signature():
@@ -236,7 +234,7 @@ def test_many_signatures_are_reported(monkeypatch):
     monkeypatch.setattr(_compile, "_MANY", 2)
     mapped = fp.pmap(lambda w, x: (x * w).mean(), devices=1, compile=True)
     mapped(1.0, BATCH[0])
-    with pytest.warns(RuntimeWarning, match=r"compiled for 2 signatures.*\nPad the rows, pass numbers as 0-d"):
+    with pytest.warns(RuntimeWarning, match=r"compiled for 2 signatures.*\nPad the rows"):
         mapped(2.0, BATCH[0])
 
 
@@ -258,10 +256,10 @@ REFUSALS: dict[str, tuple[Callable[..., Any], type[Exception], str]] = {
         r".*x\.sum\(\) > 0.*torch\.where for a branch\)",
     ),
     "a collective": (
-        lambda w, x: fp.pmean((x @ w).mean()), ValueError, r"(?s)cannot compile.*pmean.*Collectives .* meet other",
+        lambda w, x: fp.pmean((x @ w).mean()), ValueError, r"(?s)cannot compile.*pmean.*Collectives .* meet",
     ),
     "a nested pmap": (
-        lambda w, x: fp.pmap(branching)(w, x), ValueError, r"(?s)cannot compile.*nested pmaps meet other shards",
+        fp.pmap(branching), ValueError, r"(?s)cannot compile.*nested pmaps meet other shards",
     ),
     "a closed-over parameter": (
         fp.grad(lambda w, x: (x @ w * CLOSED_OVER.sum()).mean()), ValueError,
@@ -271,7 +269,7 @@ REFUSALS: dict[str, tuple[Callable[..., Any], type[Exception], str]] = {
         lambda w, x: x @ w.add_(1), ValueError, r"writes in place to what .*\n.*args.*\nReturn the new value",
     ),
     "a write through a view": (
-        lambda w, x: x @ w.view(3, 1).mul_(2), ValueError, r"writes in place to what .*\n.*args.*\nReturn the new",
+        lambda w, x: x @ w.view(3, 1).mul_(2), ValueError, r"writes in place to what .*\n.*args.*\nReturn",
     ),
     "running statistics": (
         fp.grad(lambda w, x: (BATCHNORM(x) * w).mean()), ValueError, r"batch_norm|writes in place",
@@ -315,7 +313,7 @@ def test_derivatives_that_compiled_code_does_not_have_are_refused():
     loss = lambda w, x: torch.tanh(x @ w).mean()
     gradient = fp.pmap(fp.grad(loss), devices=2, compile=True)
     w, x = rand(3).requires_grad_(), rand(12, 3)
-    with pytest.raises(ValueError, match=r"(?s)compile=True\): arguments require a gradient.*\n  w\nDetach them"):
+    with pytest.raises(ValueError, match=r"compile=True\): arguments require a gradient.*\n  w\nDetach"):
         gradient(w, x)
     with torch.no_grad():
         assert_close(gradient(w, x), fp.grad(loss)(w.detach(), x))
