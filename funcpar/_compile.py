@@ -40,15 +40,17 @@ class Plan:
         rows: Rows of each shard, which their graphs differ in.
         takes_turns: Whether something is likely to be compiled.
         before: How much had been compiled when the call began.
+        recorded: Whether the caller records a graph.
     """
 
     signature: Hashable
     rows: tuple[int, ...]
     takes_turns: bool
     before: int
+    recorded: bool
 
 
-_NOTHING = Plan(None, (), False, 0)
+_NOTHING = Plan(None, (), False, 0, False)
 
 
 class Compilation:
@@ -89,7 +91,7 @@ class Compilation:
         signature = _signature_of(split)
         rows = tuple(split.rows or (0,) * len(split.devices))
         new = not self._settled and any((signature, n) not in self._known for n in rows)
-        return Plan(signature, rows, new, num_compiled())
+        return Plan(signature, rows, new, num_compiled(), torch.is_grad_enabled())
 
     def finish(self, plan: Plan) -> None:
         """Take note of a call that has returned."""
@@ -120,7 +122,7 @@ class Compilation:
         """Return value, aux and the gradients times ``seed``, compiled for a shard."""
         gradient = self.gradient
         assert gradient is not None
-        graph = self._graph(plan, rank, lambda: _graphs.step(gradient), torch.is_grad_enabled())
+        graph = self._graph(plan, rank, lambda: _graphs.step(gradient), plan.recorded)
         if torch.is_inference_mode_enabled():
             args, kwargs = tree.map(recordable, (args, kwargs))
         with torch.inference_mode(False), torch.no_grad():

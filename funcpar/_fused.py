@@ -102,9 +102,10 @@ class Fused:
             args, kwargs = self.split.rebuild(self.split.leaves[0])
             return self.frame.run([lambda: self.fun(*args, **kwargs)])[0]
         self.found = [None] * size
-        answers = call_shards(
-            self.frame, [functools.partial(self._body, rank) for rank in range(size)], self.split.leaves
-        )
+        bodies = [functools.partial(self._body, rank) for rank in range(size)]
+        # What is compiled is part of no graph, and need not be searched for one.
+        with contextlib.nullcontext() if self.compiled is None else torch.no_grad():
+            answers = call_shards(self.frame, bodies, self.split.leaves)
         structures = [aux for _, aux, _ in self.found]
         count = structures[0].num_leaves
         values = [answer[0] for answer in answers]
