@@ -52,7 +52,9 @@ class Graph:
             if detached:
                 _refuse_gradients(graph, inputs)
             _refuse(graph, _written_to(graph))
-            code = BACKEND(graph, inputs)
+            # What torch takes from its cache on disk comes without a word on what it writes to.
+            with _functorch_config().patch(enable_autograd_cache=False):
+                code = BACKEND(graph, inputs)
             _refuse(graph, _mutated())
             return code
 
@@ -114,6 +116,10 @@ def _inductor(graph: Any, inputs: Sequence[Any]) -> Any:
     return inductor.compile_fx(graph, inputs, config_patches=patches)
 
 
+def _functorch_config() -> Any:
+    return importlib.import_module("torch._functorch.config")
+
+
 BACKEND: Callable[[Any, Sequence[Any]], Any] = _inductor
 
 
@@ -164,7 +170,9 @@ def _mutated() -> list[int]:
     """Return which inputs the graph that was compiled last writes to, in whatever way."""
     context = torch._guards.TracingContext.try_get()
     metadata = None if context is None else context.fw_metadata
-    return [] if metadata is None else [k for k, info in enumerate(metadata.input_info) if info.mutates_data]
+    if metadata is None:
+        raise Refused("torch does not tell what the graph writes to in place.\nLeave compile=True out.")
+    return [k for k, info in enumerate(metadata.input_info) if info.mutates_data]
 
 
 def _refuse(graph: Any, written: list[int]) -> None:
