@@ -19,7 +19,26 @@ def computed_tensors(funs: Iterable[Callable[..., Any]]) -> list[Tensor]:
     Looks into cells, defaults, globals that the code names, bound objects, partials, containers, and
     the attributes of modules and plain objects.
     """
-    found: dict[int, Tensor] = {}
+    return [
+        item for item in _reached(funs)
+        if isinstance(item, Tensor) and item.requires_grad and item.grad_fn is not None
+    ]  # fmt: skip
+
+
+def holds_compiled(funs: Iterable[Callable[..., Any]]) -> bool:
+    """Tell whether something within functions was compiled with torch.compile."""
+    return any(_is_compiled(item) for item in _reached(funs))
+
+
+def _is_compiled(item: Any) -> bool:
+    attributes = getattr(item, "__dict__", None)
+    if not isinstance(attributes, dict):
+        return False
+    return "_is_torch_compile" in attributes or attributes.get("_compiled_call_impl") is not None
+
+
+def _reached(funs: Iterable[Any]) -> Iterator[Any]:
+    """List the objects within functions, each once, until there are too many."""
     seen: set[int] = set()
     # Every object is kept until the end, so that no id is used twice.
     kept: list[Any] = list(funs)
@@ -30,12 +49,9 @@ def computed_tensors(funs: Iterable[Callable[..., Any]]) -> list[Tensor]:
             continue
         seen.add(id(item))
         kept.append(item)
-        if isinstance(item, Tensor):
-            if item.requires_grad and item.grad_fn is not None:
-                found[id(item)] = item
-        else:
+        yield item
+        if not isinstance(item, Tensor):
             todo.extend(_within(item))
-    return list(found.values())
 
 
 def _within(item: Any) -> Iterator[Any]:

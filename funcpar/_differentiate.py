@@ -102,6 +102,20 @@ def by_torch_func(
     return value, aux, list(pull(torch.full_like(value, factor)))
 
 
+def in_graph(
+    call: Callable[..., tuple[Tensor, Any]], leaves: list[Tensor], seed: Tensor
+) -> tuple[Tensor, Any, list[Gradient]]:
+    """The same in a graph that dynamo traces, forward and backward; only the leaves are differentiated."""
+    with torch.enable_grad():
+        stands = [leaf.detach().requires_grad_() for leaf in leaves]
+        value, aux = call(*stands)
+        grads: list[Gradient] = [None] * len(stands)
+        if value.requires_grad and stands:
+            start = seed.to(value.device, value.dtype)
+            grads = list(torch.autograd.grad([value], stands, [start], allow_unused=True))
+    return value.detach(), tree.map(_detached, aux), grads
+
+
 def _stand_in(leaf: Tensor, joined: bool, dual: bool) -> Tensor:
     """Make a tensor that the function alone sees, so that its gradient is this argument's alone."""
     if dual or (joined and leaf.requires_grad):

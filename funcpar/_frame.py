@@ -12,8 +12,9 @@ from funcpar._devices import Device
 from funcpar._errors import CollectiveTimeoutError, ReplicaMismatchError, ShardAborted
 from funcpar._group import Group, Shard, current, entered
 from funcpar._span import Span
+from funcpar._standstill import Presence, install
 from funcpar._workers import Outcome, run
-from funcpar._world import is_transformed, num_levels
+from funcpar._world import is_transformed, num_levels, untraced
 
 Body: TypeAlias = Callable[[], Any]
 
@@ -31,6 +32,7 @@ class Frame:
         funs: The user's functions, to look for tensors that they close over.
         name_of: Names an argument leaf, by its place, as the user would.
         span: How the axis goes on in other processes, None if it does not.
+        takes_turns: Whether one shard runs at a time, since what it calls is likely to be compiled.
     """
 
     devices: tuple[Device, ...]
@@ -41,7 +43,9 @@ class Frame:
     funs: Sequence[Callable[..., Any]] = ()
     name_of: Callable[[int], str] | None = None
     span: Span | None = None
+    takes_turns: bool = False
 
+    @untraced
     def run(self, bodies: Sequence[Body]) -> list[Any]:
         """Run one body per shard and return their values in rank order.
 
@@ -51,29 +55,36 @@ class Frame:
         size = len(bodies)
         inside = current() is not None
         levels = num_levels() if is_transformed() else None
-        group = Group(self.axis, size, self.weights, inside and size > 1, levels, self.span)
+        install()
+        presence = Presence(self.takes_turns)
+        group = Group(self.axis, size, self.weights, inside and size > 1, levels, self.span, presence)
         shards = [Shard(group, place, device) for place, device in enumerate(self.devices)]
         if self.span is None and (size == 1 or inside):
             return [
-                self._here(partial(_surround, body, shard), shard)
+                self._here(partial(_surround, body, shard, presence), shard)
                 for body, shard in zip(bodies, shards, strict=True)
             ]
         _random.install()
-        wrapped = [self._wrap(body, shard) for body, shard in zip(bodies, shards, strict=True)]
+        wrapped = [self._wrap(body, shard, presence) for body, shard in zip(bodies, shards, strict=True)]
         if size == 1:
             return [self._here(wrapped[0], shards[0])]
-        outcomes = run(self.devices, wrapped, group.abort)
+
+        def abort() -> None:
+            presence.failed = True
+            group.abort()
+
+        outcomes = run(self.devices, wrapped, abort)
         if any(outcome.error is not None for outcome in outcomes):
             self._raise(outcomes)
         return [outcome.value for outcome in outcomes]
 
-    def _wrap(self, body: Body, shard: Shard) -> Body:
+    def _wrap(self, body: Body, shard: Shard, presence: Presence) -> Body:
         stream = self.streams[shard.place]
 
         def wrapped() -> Any:
             outer = _random.enter(stream)
             try:
-                value = _surround(body, shard)
+                value = _surround(body, shard, presence)
                 shard.group.leave(shard.place)
                 return value
             finally:
@@ -114,14 +125,16 @@ class Frame:
 _TOLD_TO_ALL = (ReplicaMismatchError, CollectiveTimeoutError)
 
 
-def _surround(body: Body, shard: Shard) -> Any:
+def _surround(body: Body, shard: Shard, presence: Presence) -> Any:
     """Run a body as a shard: it is found by collectives, and its functional_call uses a private shell."""
+    presence.enter()
     outer = _functional.isolate(True)
     try:
         with entered(shard):
             return body()
     finally:
         _functional.isolate(outer)
+        presence.leave()
 
 
 def _text(error: BaseException) -> str:

@@ -95,7 +95,7 @@ class _Apply:
 
     def __call__(self, params: Mapping[str, Tensor], /, *args: Any, **kwargs: Any) -> Any:
         _as_mapping(params, "params")
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             _check_names("params", params, dict(self.module.named_parameters()))
             return _traced_call(self.module, params, args, kwargs)
         shell = make_shell(self.module, params, _NO_TENSORS)
@@ -114,7 +114,7 @@ class _ApplyWithBuffers(_Apply):
     ) -> tuple[Any, dict[str, Tensor]]:
         _as_mapping(params, "params")
         _as_mapping(buffers, "buffers")
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             _check_names("params", params, dict(self.module.named_parameters()))
             _check_names("buffers", buffers, _named_buffers(self.module))
             given = {**params, **_clones(buffers)}
@@ -203,7 +203,7 @@ def _check_names(what: str, given: Mapping[str, Tensor], names: Mapping[str, Any
         for name in given:
             if name not in names:
                 # Dynamo cannot trace difflib, and shows no message anyway.
-                near = [] if torch.compiler.is_compiling() else missing or names
+                near = [] if torch.compiler.is_dynamo_compiling() else missing or names
                 close = difflib.get_close_matches(str(name), near, n=2)
                 guess = f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
                 lines.append(f"  {name!r}  unknown{guess}")

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from funcpar import tree
+from funcpar._asked import handled
 from funcpar._frame import Frame
-from funcpar._grad import Evaluation, GradientFunction, handled
+from funcpar._grad import Evaluation, GradientFunction
 from funcpar._graph import Gradient
 from funcpar._group import find
 from funcpar._joint import call_shards, sum_over_shards
@@ -77,6 +78,7 @@ class Fused:
         merge: How outputs are merged.
         value_spec: ``"mean"`` or ``"sum"``.
         aux_spec: A prefix of aux.
+        compiled: Evaluates the gradient function in a shard, given its place; None: as it is.
         found: What each shard evaluated.
         totals: Sums over shards of the gradients of replicated leaves.
         overlap: Sums over processes that are made while backward runs, None if there are no others.
@@ -91,22 +93,31 @@ class Fused:
     merge: Merge
     value_spec: str
     aux_spec: Any
+    compiled: Callable[..., Evaluation] | None = None
     found: list[Any] = field(default_factory=list)
     totals: dict[int, Gradient] = field(default_factory=dict)
     overlap: Overlap | None = None
     value: Tensor | None = None
     order: Sequence[int] = ()
 
+    @property
+    def is_local(self) -> bool:
+        """Whether the gradient function itself, called in the one shard there is, gives the answer."""
+        return self.merge.is_alone() and self.compiled is None
+
     def run(self) -> Any:
         """Return what the gradient function would return for the whole."""
         size, span = len(self.split.devices), self.merge.span
-        if size == 1 and not self.gradient.has_aux and span is None:
+        if self.is_local and not self.gradient.has_aux:
             args, kwargs = self.split.rebuild(self.split.leaves[0])
             return self.frame.run([lambda: self.fun(*args, **kwargs)])[0]
         self.found = [None] * size
         bodies = [functools.partial(self._body, place) for place in range(size)]
         if span is None:
-            return self._answer(call_shards(self.frame, bodies, self.split.leaves))
+            # What is compiled is part of no graph, and need not be searched for one.
+            return self._answer(
+                call_shards(self.frame, bodies, self.split.leaves, is_joined=self.compiled is None)
+            )
         leaves, axes, self.order = self._plan()
         if not span.is_recorded:
             return self._overlapped(bodies, span, leaves, axes)
@@ -183,7 +194,7 @@ class Fused:
                 f"argument, so that gradients would be part of a graph; over processes they cannot be.\n"
                 f"Detach that tensor, pass it as an argument, or make the call under torch.no_grad()."
             )
-        overlap.end(place, found.value)
+        overlap.end(place, found.value, found.grads)
 
     def _sum(self, found: Evaluation, axes: list[int | None]) -> tuple[list[Gradient], list[Gradient], bool]:
         """Sum over shards, unless a gradient is to stay part of a graph.
@@ -245,10 +256,12 @@ class Fused:
         self, gradient: GradientFunction, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Evaluation:
         place = find(None, gradient.call).place
+        whole = self.value_spec == "sum" or self.merge.is_alone()
+        seed = None if whole else functools.partial(self._seed, place)
+        if self.compiled is not None:
+            return self.compiled(place, args, kwargs, seed)
         hook = None if self.overlap is None else functools.partial(self.overlap.hook, place)
-        if self.value_spec == "sum" or self.merge.is_alone():
-            return gradient.evaluate(args, kwargs, None, hook)
-        return gradient.evaluate(args, kwargs, functools.partial(self._seed, place), hook)
+        return gradient.evaluate(args, kwargs, seed, hook)
 
     def _seed(self, place: int) -> float:
         return self.merge.shares()[place] if self.overlap is None else self.overlap.seed(place)

@@ -7,11 +7,9 @@ that it depends on requires a gradient there.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -19,22 +17,15 @@ import torch
 from torch import Tensor
 
 from funcpar import tree
+from funcpar._asked import asked, handled
 from funcpar._differentiate import by_autograd, by_torch_func, recordable
 from funcpar._graph import Gradient, GradientHook, holds_tensors, is_smooth, own_all
 from funcpar._world import in_torch_func
 
-Handler: TypeAlias = Callable[["GradientFunction", tuple[Any, ...], dict[str, Any]], Any]
-
-
-class _Here(threading.local):
-    """What pmap has asked of gradient functions that this thread calls."""
-
-    target: GradientFunction | None = None
-    handler: Handler | None = None
-    seen: list[tuple[Tensor, Tensor]] | None = None
-
-
-_here = _Here()
+# Given a function of the differentiable leaves, those leaves, and which of all leaves they are.
+Differentiate: TypeAlias = Callable[
+    [Callable[..., Any], list[Tensor], list[int]], tuple[Tensor, Any, list[Gradient]]
+]
 
 
 @dataclass(slots=True)
@@ -80,15 +71,16 @@ class GradientFunction:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate here, or as pmap has asked to."""
-        if _here.target is self and _here.handler is not None:
-            handler = _here.handler
+        traced = torch.compiler.is_dynamo_compiling()  # A graph knows nothing of this thread.
+        if not traced and asked.target is self and asked.handler is not None:
+            handler = asked.handler
             with handled(None, None):  # A call of the same function further in is a local one.
                 return handler(self, args, kwargs)
         found = self.evaluate(args, kwargs)
-        grads = self.finish(found.leaves, own_all(found.grads))
+        grads = self.finish(found.leaves, found.grads if traced else own_all(found.grads))
         answer = self.answer(found, grads)
-        if _here.seen is not None:
-            _here.seen += [(g, leaf) for g, leaf in zip(grads, found.leaves, strict=True) if g is not None]
+        if not traced and asked.seen is not None:
+            asked.seen += [(g, leaf) for g, leaf in zip(grads, found.leaves, strict=True) if g is not None]
         return answer
 
     def answer(self, found: Evaluation, grads: list[Gradient]) -> Any:
@@ -121,8 +113,22 @@ class GradientFunction:
 
         ``hook(k)`` is what the gradient of leaf k is told to as soon as it is complete.
         """
-        if torch.is_inference_mode_enabled():  # Inference tensors cannot be part of a graph.
+        traced = torch.compiler.is_dynamo_compiling()
+        if not traced and torch.is_inference_mode_enabled():  # Inference tensors cannot be part of a graph.
             args, kwargs = tree.map(recordable, (args, kwargs))
+        differentiate = by_torch_func if traced or in_torch_func() else by_autograd
+        return self.evaluate_by(
+            lambda call, inputs, chosen: differentiate(
+                call, inputs, seed, [] if hook is None else [hook(k) for k in chosen]
+            ),
+            args,
+            kwargs,
+        )
+
+    def evaluate_by(
+        self, differentiate: Differentiate, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Evaluation:
+        """Return value, aux and gradients as ``differentiate`` makes them of the differentiable leaves."""
         slots = self._slots(args, kwargs)
         leaves, spec = self.differentiated(args, kwargs)
         for leaf in leaves:
@@ -132,7 +138,7 @@ class GradientFunction:
                     f"or arrays in it, which is no pytree node.\nUse dicts, lists, tuples or dataclasses of "
                     f"tensors, or register the type with torch.utils._pytree."
                 )
-        chosen = [k for k, leaf in enumerate(leaves) if _is_differentiable(leaf)]
+        chosen = differentiable(leaves)
 
         def call(*stands: Tensor) -> tuple[Tensor, Any]:
             new = list(leaves)
@@ -147,9 +153,7 @@ class GradientFunction:
             return self._split(self.fun(*new_args, **new_kwargs))
 
         inputs = [leaves[k] for k in chosen]
-        differentiate = by_torch_func if in_torch_func() else by_autograd
-        hooks = [] if hook is None else [hook(k) for k in chosen]
-        value, aux, some = differentiate(call, inputs, seed, hooks)
+        value, aux, some = differentiate(call, inputs, chosen)
         grads: list[Gradient] = [None] * len(leaves)
         for k, grad in zip(chosen, some, strict=True):
             grads[k] = grad
@@ -265,29 +269,13 @@ def value_and_grad(
     return GradientFunction("value_and_grad", fun, argnums, has_aux)
 
 
-@contextlib.contextmanager
-def handled(target: GradientFunction | None, handler: Handler | None) -> Iterator[None]:
-    """Let a handler answer the calls of one gradient function in this thread."""
-    before = _here.target, _here.handler
-    _here.target, _here.handler = target, handler
-    try:
-        yield
-    finally:
-        _here.target, _here.handler = before
-
-
-@contextlib.contextmanager
-def recorded() -> Iterator[list[tuple[Tensor, Tensor]]]:
-    """Collect what gradient functions return in this thread: gradients, each with its leaf."""
-    before, _here.seen = _here.seen, []
-    try:
-        yield _here.seen
-    finally:
-        _here.seen = before
-
-
 def _name_of(fun: Callable[..., Any]) -> str:
     return getattr(fun, "__name__", type(fun).__name__)
+
+
+def differentiable(leaves: list[Any]) -> list[int]:
+    """Return which leaves get a gradient."""
+    return [k for k, leaf in enumerate(leaves) if _is_differentiable(leaf)]
 
 
 def _is_differentiable(leaf: Any) -> bool:

@@ -58,6 +58,12 @@ def refuse_hidden(outs: Sequence[Tensor]) -> None:
         )
 
 
+def explain_compiled(error: RuntimeError) -> None:
+    """Add the fix to torch's error for a second derivative of a compiled function."""
+    if "does not currently support double backward" in str(error):
+        error.add_note("Compiled code has first derivatives alone: leave torch.compile or compile=True out.")
+
+
 def owned(grads: Sequence[Gradient]) -> list[bool]:
     """Tell for each gradient of a list whether only that list can see its memory."""
     if torch._C._functorch.peek_interpreter_stack() is not None:  # What is made here may be wrapped.

@@ -12,13 +12,24 @@ import _thread
 from collections.abc import Callable, Hashable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from funcpar._devices import Device
 from funcpar._errors import CollectiveTimeoutError, ReplicaMismatchError, ShardAborted, UnboundAxisError
 from funcpar._limits import waiting_time
 from funcpar._request import Call
 from funcpar._span import Span
+from funcpar._world import untraced
+
+
+class Presence(Protocol):
+    """What wants to know when a shard waits for others, and so does not run."""
+
+    def pause(self) -> None:
+        """The shard of this thread begins to wait."""
+
+    def go_on(self) -> None:
+        """It is about to run again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +72,7 @@ class Group:
         serial: The shards run one after another in one thread, so they cannot meet.
         levels: How many torch.func transforms surround the call; None if it is not transformed, nor
             under a dual level. If it is, the shards share the caller's graph.
+        presence: Is told when a shard waits for the others.
     """
 
     def __init__(
@@ -71,6 +83,7 @@ class Group:
         serial: bool = False,
         levels: int | None = None,
         span: Span | None = None,
+        presence: Presence | None = None,
     ) -> None:
         self.name = name
         self.num_here = num_here
@@ -78,6 +91,7 @@ class Group:
         self.levels = levels
         self.span = span
         self._weights = weights
+        self._presence = presence
         self._lock = _thread.allocate_lock()
         self._waiting: dict[int, tuple[Call, Any]] = {}
         self._returned: set[int] = set()
@@ -102,6 +116,7 @@ class Group:
         """Return the weight of each shard in every mean."""
         return self._weights if self.span is None else self.span.layout.weights
 
+    @untraced
     def exchange(
         self, shard: Shard, call: Call, value: Any, limited: bool = True, across: Across | None = None
     ) -> list[Any]:
@@ -136,9 +151,15 @@ class Group:
                     values = self._answered(self.span, across, call, values)
                 self._release(values)
                 return values
-        if not self._wake[rank].acquire(timeout=waiting_time() if limited else -1):
-            self._time_out(rank, call)
-            self._wake[rank].acquire()
+        if self._presence is not None:
+            self._presence.pause()
+        try:
+            if not self._wake[rank].acquire(timeout=waiting_time() if limited else -1):
+                self._time_out(rank, call)
+                self._wake[rank].acquire()
+        finally:
+            if self._presence is not None:
+                self._presence.go_on()
         answer, self._answers[rank] = self._answers[rank], None
         if answer is None:
             assert self._failure is not None

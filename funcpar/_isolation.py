@@ -118,7 +118,8 @@ def _functional_call(
     strict: bool = False,
 ) -> Any:
     # Compilation is asked first, and constant there, so that dynamo never looks at the thread's setting.
-    if torch.compiler.is_compiling() or not _isolation.on or isinstance(module, _TORCH_REFUSES):
+    # Not is_compiling(), which is true in every thread while one compiles.
+    if torch.compiler.is_dynamo_compiling() or not _isolation.on or isinstance(module, _TORCH_REFUSES):
         return plain_functional_call(
             module, parameters_and_buffers, args, kwargs, tie_weights=tie_weights, strict=strict
         )
@@ -148,10 +149,10 @@ def _in_place_of(original: Any, wrapper: Any) -> Any:
 
 def _guarded_norm(original: Callable[..., Any], training_name: str, default: bool) -> Any:
     """Wrap a norm of torch.nn.functional, to refuse before it writes running statistics that shards share."""
-    is_compiling, isolation, refuse = torch.compiler.is_compiling, _isolation, _refuse_shared_statistics
+    traced, isolation, refuse = torch.compiler.is_dynamo_compiling, _isolation, _refuse_shared_statistics
 
     def norm(*args: Any, **kwargs: Any) -> Any:
-        if not is_compiling() and isolation.on:
+        if not traced() and isolation.on:
             training = args[5] if len(args) > 5 else kwargs.get(training_name, default)
             if training:
                 refuse(args[1] if len(args) > 1 else kwargs.get("running_mean"))
@@ -162,10 +163,10 @@ def _guarded_norm(original: Callable[..., Any], training_name: str, default: boo
 
 def _guarded_method(original: Callable[..., Any], written: Callable[..., Tensor | None], norm: str) -> Any:
     """Wrap a method that writes to a module, to refuse before it does if shards share what is written."""
-    is_compiling, isolation, refuse = torch.compiler.is_compiling, _isolation, _refuse_shared_statistics
+    traced, isolation, refuse = torch.compiler.is_dynamo_compiling, _isolation, _refuse_shared_statistics
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not is_compiling() and isolation.on:
+        if not traced() and isolation.on:
             refuse(written(self, *args), norm)
         return original(self, *args, **kwargs)
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from funcpar._depends import check_closed_over, depended_on, sequence_number
 from funcpar._exchange import complete, recording
 from funcpar._frame import Frame
-from funcpar._graph import ROOT, Gradient, apply, owned, refuse_hidden
+from funcpar._graph import ROOT, Gradient, apply, explain_compiled, owned, refuse_hidden
 from funcpar._group import current
 from funcpar._pieces import Piece, Sources
 from funcpar._reduce import add_up, reduce_share
@@ -240,14 +240,18 @@ def _pull_piece(
     ins = [piece.ins[k] for k in asked] + [ROOT] * bool(piece.tokens)
     if not pairs or not ins:
         return
-    grads = torch.autograd.grad(
-        [out for out, _ in pairs],
-        ins,
-        [cotangent for _, cotangent in pairs],
-        retain_graph=keep,
-        create_graph=create,
-        allow_unused=True,
-    )
+    try:
+        grads = torch.autograd.grad(
+            [out for out, _ in pairs],
+            ins,
+            [cotangent for _, cotangent in pairs],
+            retain_graph=keep,
+            create_graph=create,
+            allow_unused=True,
+        )
+    except RuntimeError as error:
+        explain_compiled(error)
+        raise
     if any(grad is None for grad in grads):
         refuse_hidden([out for out, _ in pairs])
     for k, grad in zip(asked, grads, strict=False):

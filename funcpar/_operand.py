@@ -14,11 +14,13 @@ from funcpar._exchange import carry_out
 from funcpar._group import Shard, find
 from funcpar._maps import Groups, Map
 from funcpar._request import Request
+from funcpar._world import untraced
 
 IndexGroups = Sequence[Sequence[int]] | None
 Check = Callable[[Tensor, str, int], None]
 
 
+@untraced
 def communicate(
     name: str,
     x: Any,

@@ -90,11 +90,11 @@ class Overlap:
             return None
         return GradientHook(partial(self._bring, place, self._position[k]))
 
-    def end(self, place: int, value: Tensor) -> None:
-        """Note that a shard's backward is done, and its value."""
+    def end(self, place: int, value: Tensor, grads: Sequence[Gradient]) -> None:
+        """Note that a shard's backward is done, its value, and the gradients that no hook has told of."""
         for position, row in enumerate(self._rows):
             if row and row[place] is None:
-                self._bring(place, position, None, False)
+                self._bring(place, position, grads[self._places[position]], False)
         seed = self.seed(place)
         self._values[place] = value * seed if seed else torch.zeros_like(value)
 

@@ -1,31 +1,16 @@
-"""pmap: split, run one shard per worker, merge."""
+"""pmap: what users call, with its arguments checked."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from contextlib import nullcontext
 from typing import Any
 
-import torch._functorch.apis
-from torch import Tensor
-
-from funcpar import distributed, tree
-from funcpar._alike import described, digest
 from funcpar._axes import InAxes
-from funcpar._binding import Argument, Binder, check_in_axes, check_out_axes, static_positions
-from funcpar._devices import Device, resolve
-from funcpar._frame import Frame
-from funcpar._fused import Fused, gradient_within, specs_of
-from funcpar._grad import recorded
-from funcpar._group import current
-from funcpar._joint import call_shards
-from funcpar._link import Link
-from funcpar._merge import Merge
-from funcpar._random import Streams
-from funcpar._span import Span
-from funcpar._split import Split, weights_of
-from funcpar._world import is_transformed
+from funcpar._binding import Binder, check_in_axes, check_out_axes, static_positions
+from funcpar._compile import Compilation
+from funcpar._fused import gradient_within
+from funcpar._mapped import Mapped
 
 
 def pmap(
@@ -38,6 +23,7 @@ def pmap(
     weight: Callable[..., Any] | None = None,
     min_rows: int = 1,
     static_broadcasted_argnums: int | Sequence[int] = (),
+    compile: bool = False,
     processes: str = "all",
 ) -> Callable[..., Any]:
     """Map a function over the rows of its arguments, one shard of rows per device, all at once.
@@ -71,6 +57,9 @@ def pmap(
             gradients; by default its number of rows. A shard of weight 0 is left out.
         min_rows: The fewest rows worth a shard.
         static_broadcasted_argnums: Positions of arguments that every shard gets whole and as they are.
+        compile: Whether each shard runs one graph, made by torch.compile; of ``pmap(value_and_grad(f))``
+            forward, backward and weight together. Compiled once per signature (structure, shapes, plain
+            numbers), which takes seconds, while no shard runs in this process. Needs a C++ compiler.
         processes: ``"all"``: once :func:`distributed.initialize` has joined several, the axis spans the
             devices of all. Each passes its own rows, any number of them, and the same replicated
             arguments; rows of results stay with their process, everything else is the same in all.
@@ -110,6 +99,8 @@ def pmap(
         raise ValueError(f"{call}: min_rows={min_rows!r} is not a positive integer.\nGive 1 or more.")
     if weight is not None and not callable(weight):
         raise TypeError(f"{call}: weight={weight!r} is not callable.\nGive a function of the arguments.")
+    if not isinstance(compile, bool):
+        raise TypeError(f"{call}: compile={compile!r} is not a bool.\nGive True or False.")
     if processes not in ("all", "local"):
         raise ValueError(f'{call}: processes={processes!r} is unknown.\nGive "all" or "local".')
     if isinstance(axis_name, tuple) or not isinstance(axis_name, Hashable):
@@ -119,7 +110,7 @@ def pmap(
     binder = Binder(fun)
     check_in_axes(call, in_axes, binder)
     check_out_axes(call, out_axes)
-    mapped = _Mapped(
+    mapped = Mapped(
         fun,
         call,
         axis_name,
@@ -128,6 +119,7 @@ def pmap(
         out_axes,
         devices,
         weight,
+        Compilation(call, fun, gradient_within(fun)[0], compile),
         processes == "all",
     )
 
@@ -138,159 +130,3 @@ def pmap(
     # What wraps a pmapped function copies its attributes, so the mark names its bearer.
     pmapped.__funcpar__ = call, id(pmapped)  # type: ignore[attr-defined]
     return pmapped
-
-
-def _is_torch_func_gradient(fun: Callable[..., Any]) -> bool:
-    code = getattr(fun, "__code__", None)
-    if code is None or code.co_filename != torch._functorch.apis.__file__:
-        return False
-    return bool(code.co_qualname.startswith("grad"))
-
-
-class _Mapped:
-    """One pmapped function: everything that is known before it is called."""
-
-    def __init__(
-        self,
-        fun: Callable[..., Any],
-        call: str,
-        axis_name: Hashable,
-        binder: Binder,
-        in_axes: InAxes,
-        out_axes: Any,
-        devices: Any,
-        weight: Callable[..., Any] | None,
-        spans: bool,
-    ) -> None:
-        self.fun = fun
-        self.call = call
-        self.axis_name = axis_name
-        self.binder = binder
-        self.in_axes = in_axes
-        self.out_axes = out_axes
-        self.devices = devices
-        self.weight = weight
-        self.spans = spans
-        self.signatures: dict[Any, bytes] = {}
-        self.gradient, self.wrapped = gradient_within(fun)
-        self.takes_local_gradient = _is_torch_func_gradient(fun)
-        if self.gradient is not None:
-            self.value_spec, self.aux_spec = specs_of(call, self.gradient, out_axes)
-        if self.wrapped and out_axes not in ("auto", "mean", "sum"):
-            raise ValueError(
-                f"{call}: out_axes={out_axes!r}, and code around the gradient function makes the output.\n"
-                f'Give "mean" or "sum" for the value, or map the gradient function itself.'
-            )
-
-    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        link = distributed.link() if self.spans and current() is None else None
-        if link is None:
-            return self._call(args, kwargs, None)
-        with link.call(self.call):
-            return self._call(args, kwargs, link)
-
-    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any], link: Link | None) -> Any:
-        arguments = self.binder.bind(args, kwargs)
-        split = self.in_axes.split(arguments, self._devices(), self.devices is not None)
-        if link is None:
-            split, weights = self._weigh(split)
-            span, streams = None, Streams()
-        else:
-            weights = self._weights(split)
-            span = self._spanning(link, arguments, split, weights)
-            streams = Streams(link.index << 20)  # Far apart, so that nobody need ask how many others have.
-        frame = Frame(
-            split.devices,
-            self.axis_name,
-            tuple(weights),
-            self.call,
-            streams,
-            funs=(self.fun,),
-            name_of=lambda k: self.in_axes.path(arguments, split, k),
-            span=span,
-        )
-        merge = Merge(self.call, split, weights, span)
-        with nullcontext() if span is None else span:
-            return self._run(split, frame, merge)
-
-    def _run(self, split: Split, frame: Frame, merge: Merge) -> Any:
-        if self.gradient is None:
-            return self._plain(split, frame, merge, self.out_axes)
-        fused = Fused(self.gradient, self.fun, split, frame, merge, self.value_spec, self.aux_spec)
-        if self.wrapped:
-            return self._plain(split, frame, merge, "auto", fused)
-        return fused.run()
-
-    def _devices(self) -> tuple[Device, ...]:
-        shard = current()
-        if shard is None:
-            return resolve(self.devices, self.call)
-        # Inside a shard only its own device is free, and by the law one shard is as good as any.
-        return (shard.device,)
-
-    def _weigh(self, split: Split) -> tuple[Split, list[float]]:
-        """Return the weights of the shards, and one shard if they are all 0."""
-        weights = self._weights(split)
-        return (split, weights) if any(weights) else (split.undivided(), [1.0])
-
-    def _weights(self, split: Split) -> list[float]:
-        if self.weight is not None:
-            return weights_of(self.call, self.weight, split)
-        return [1.0] * len(split.devices) if split.rows is None else [float(n) for n in split.rows]
-
-    def _spanning(self, link: Link, arguments: list[Argument], split: Split, weights: list[float]) -> Span:
-        """Return the call over all processes; gradients of what they share are summed over them."""
-        leaves = [leaf for leaf in split.whole if isinstance(leaf, Tensor)]
-        is_recorded = is_transformed() or (
-            torch.is_grad_enabled() and any(leaf.requires_grad for leaf in leaves)
-        )
-
-        def kinds() -> dict[str, str]:
-            paths = self.in_axes.paths(arguments, split)
-            shared = zip(paths, split.whole, split.axes, strict=True)
-            return {path: described(leaf) for path, leaf, axis in shared if axis is None} | {
-                "the results": "part of a graph" if is_recorded else "plain"
-            }
-
-        # The texts, the same in all processes, are long: this one knows them by what is quick to compare.
-        quick = (is_recorded, *(spec for _, spec in split.arguments), *(
-            (leaf.dtype, leaf.shape) if isinstance(leaf, Tensor) else described(leaf)
-            for leaf, axis in zip(split.whole, split.axes, strict=True)
-            if axis is None
-        ))  # fmt: skip
-        signature = self.signatures.get(quick)
-        if signature is None:
-            signature = self.signatures[quick] = digest(kinds())
-        return Span(link, self.call, signature, kinds, weights, is_recorded)
-
-    def _plain(
-        self, split: Split, frame: Frame, merge: Merge, out_axes: Any, fused: Fused | None = None
-    ) -> Any:
-        size, span = len(split.devices), merge.span
-        if span is not None:
-            span.open()
-            split.share(span.copied)
-        specs: list[Any] = [None] * size
-        gradients: set[int] = set()
-
-        def body(rank: int, leaves: list[Any]) -> list[Any]:
-            args, kwargs = split.rebuild(leaves)
-            reducing = nullcontext() if fused is None or merge.is_alone() else fused.reducing(leaves)
-            with recorded() as seen, reducing:
-                out, specs[rank] = tree.flatten(self.fun(*args, **kwargs))
-            if rank == 0 and self.takes_local_gradient:
-                gradients.update(range(len(out)))
-            elif rank == 0 and seen:
-                local = {id(grad) for grad, leaf in seen if not split.has_rows(leaf, leaves, rank)}
-                gradients.update(k for k, leaf in enumerate(out) if id(leaf) in local)
-            return split.marked(leaves, out)
-
-        answers = call_shards(frame, [functools.partial(body, rank) for rank in range(size)], split.leaves)
-        outs = [
-            tree.unflatten(spec, split.unmarked(answer)) for spec, answer in zip(specs, answers, strict=True)
-        ]
-        if span is not None and is_transformed():
-            outs = [tree.map(span.anchored, out) for out in outs]
-        if fused is not None:
-            merge.refuse_ambiguous(outs)
-        return merge.trees(out_axes, outs, gradients)

@@ -9,8 +9,10 @@ wrapped tensors, closed-over ones included, as the caller's own thread would.
 
 from __future__ import annotations
 
+import functools
 import threading
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch._C import _autograd, _functorch
@@ -18,6 +20,10 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _pop_mode, _push_mode
 
 from funcpar import _jvp
+
+P = ParamSpec("P")
+T = TypeVar("T")
+_set_frame_evaluation: Any = torch._C._dynamo.eval_frame.set_eval_frame
 
 
 class World:
@@ -32,7 +38,7 @@ class World:
         self.grad = torch.is_grad_enabled()
         self.inference = torch.is_inference_mode_enabled()
         self.forward_ad = torch._C._is_fwd_grad_enabled()
-        self.autocast = _autocast_states()
+        self.autocast = autocast_states()
         self.hooks = _saved_tensor_hooks()
         self.hooks_disabled = _autograd._saved_tensors_hooks_get_disabled_error_message()
         self.function_modes = [
@@ -89,6 +95,23 @@ class World:
             _functorch.pop_dynamic_layer_stack()
 
 
+def untraced(fun: Callable[P, T]) -> Callable[P, T]:
+    """Wrap a function so that dynamo, if it is on in this thread, compiles nothing that it calls.
+
+    What holds a lock must not come upon a compilation, which waits for other shards.
+    """
+
+    @functools.wraps(fun)
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> T:
+        before = _set_frame_evaluation(None)
+        try:
+            return fun(*args, **kwargs)
+        finally:
+            _set_frame_evaluation(before)
+
+    return wrapper
+
+
 def in_torch_func() -> bool:
     """Tell whether a torch.func transform is active here."""
     return _functorch.peek_interpreter_stack() is not None
@@ -140,12 +163,13 @@ _ACCELERATOR = torch.accelerator.current_accelerator()
 _KINDS = ("cpu", "cuda" if _ACCELERATOR is None else _ACCELERATOR.type)
 
 
-def _autocast_states() -> list[tuple[str, bool, torch.dtype]]:
+def autocast_states() -> list[tuple[str, bool, torch.dtype]]:
+    """Return for each device type whether autocast is on in this thread, and with which dtype."""
     return [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _KINDS]
 
 
 def _set_autocast(states: list[tuple[str, bool, torch.dtype]]) -> None:
-    if states != _autocast_states():
+    if states != autocast_states():
         for kind, enabled, dtype in states:
             torch.set_autocast_enabled(kind, enabled)
             torch.set_autocast_dtype(kind, dtype)
@@ -154,7 +178,7 @@ def _set_autocast(states: list[tuple[str, bool, torch.dtype]]) -> None:
 def _fresh_autocast_states() -> list[tuple[str, bool, torch.dtype]]:
     """Return what a new thread starts with."""
     found: list[list[tuple[str, bool, torch.dtype]]] = []
-    thread = threading.Thread(target=lambda: found.append(_autocast_states()), daemon=True)
+    thread = threading.Thread(target=lambda: found.append(autocast_states()), daemon=True)
     thread.start()
     thread.join(timeout=60)
     return found[0]

@@ -22,10 +22,10 @@ LAYERS = [
         "_jvp _world _random _workers _prefetch",
         "_packing _whereabouts _link _alike distributed _buckets _across _span _overlap",
         "_references _rebind _shell _isolation _functional",
-        "_maps _request _group _meeting _exchange _differentiate _grad",
+        "_maps _request _group _standstill _meeting _exchange _differentiate _asked _grad",
         "_operand _collectives _gathers _permutations _batchnorm",
         "_depends _frame _pieces _joint _call",
-        "_binding _split _axes _merge _fused _pmap _check",
+        "_graphs _binding _split _compile _axes _merge _fused _mapped _pmap _check",
         "_trial _gain __main__",
     )
     for name in layer.split()

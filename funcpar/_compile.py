@@ -1,0 +1,179 @@
+"""What is compiled of a pmapped function, and for which signatures.
+
+With ``compile=True`` each shard runs one graph: for a gradient function its forward, backward and the
+shard's weight in the mean. Every signature (structure, shapes, dtypes, and what surrounds the call) has
+a graph of its own, compiled in the first shard that comes to it; dynamo guards what it depends on
+beside. The shards of a call that may compile take turns, see ``_standstill``, also where it was the user
+who called torch.compile.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from funcpar import _graphs, tree
+from funcpar._closure import holds_compiled
+from funcpar._differentiate import Seed, recordable
+from funcpar._grad import Evaluation, GradientFunction
+from funcpar._graphs import Graph
+from funcpar._split import Split
+from funcpar._standstill import num_compiled
+from funcpar._world import autocast_states, is_transformed, num_levels
+
+# So many signatures are hardly meant; each took seconds.
+_MANY = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How one call is compiled.
+
+    Attributes:
+        signature: What the graphs of all shards have in common; None if nothing is compiled.
+        rows: Rows of each shard, which their graphs differ in.
+        takes_turns: Whether something is likely to be compiled.
+        before: How much had been compiled when the call began.
+        recorded: Whether the caller records a graph.
+    """
+
+    signature: Hashable
+    rows: tuple[int, ...]
+    takes_turns: bool
+    before: int
+    recorded: bool
+
+
+_NOTHING = Plan(None, (), False, 0, False)
+
+
+class Compilation:
+    """What is known about compiling one pmapped function.
+
+    Args:
+        call: The call for messages, without ``compile=True``.
+        fun: What pmap was given.
+        gradient: The gradient function within, if there is one.
+        wanted: ``compile=`` as given.
+    """
+
+    def __init__(
+        self, call: str, fun: Callable[..., Any], gradient: GradientFunction | None, wanted: bool
+    ) -> None:
+        self.where = f"{call[:-1]}, compile=True)"
+        self.fun = fun
+        self.gradient = gradient
+        self.wanted = wanted
+        self._graphs: dict[Hashable, Graph] = {}
+        self._known: set[Hashable] = set()
+        self._compiles: bool | None = True if wanted else None
+        self._settled = False
+
+    def plan(self, split: Split, name_of: Callable[[int], str]) -> Plan:
+        """Return what a call has to know, once it is known how it is split.
+
+        Raises:
+            ValueError: It is differentiated in a way that compiled code is not.
+        """
+        if self._compiles is None and "torch._dynamo.convert_frame" in sys.modules:
+            # Looked for once; what is compiled later is compiled at a standstill all the same.
+            self._compiles = holds_compiled([self.fun])
+        if not self._compiles:
+            return _NOTHING
+        if self.wanted:
+            self._check(split, name_of)
+        signature = _signature_of(split)
+        rows = tuple(split.rows or (0,) * len(split.devices))
+        new = not self._settled and any((signature, n) not in self._known for n in rows)
+        return Plan(signature, rows, new, num_compiled(), torch.is_grad_enabled())
+
+    def finish(self, plan: Plan) -> None:
+        """Take note of a call that has returned."""
+        if plan.signature is None or not plan.takes_turns:
+            return
+        self._known.update((plan.signature, n) for n in plan.rows)
+        # What the user compiled may serve all sizes: then turns would only cost time from here on.
+        self._settled = not self.wanted and num_compiled() == plan.before
+        if self.wanted and len(self._graphs) == _MANY:
+            warnings.warn(
+                f"{self.where} has been compiled for {_MANY} signatures: shapes, or plain numbers in the "
+                f"arguments, differ from call to call.\nPad the rows, pass numbers as 0-d tensors, or map "
+                f"torch.compile(f, dynamic=True).",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+
+    def function(self, plan: Plan, rank: int) -> Callable[..., Any]:
+        """Return what a shard calls in the place of the user's function."""
+        if not self.wanted or self.gradient is not None:
+            return self.fun
+        graph = self._graph(plan, rank, lambda: _graphs.plain(self.fun), False)
+        return lambda *args, **kwargs: graph(args, kwargs)
+
+    def evaluate(
+        self, plan: Plan, rank: int, args: tuple[Any, ...], kwargs: dict[str, Any], seed: Seed
+    ) -> Evaluation:
+        """Return value, aux and the gradients times ``seed()``, compiled for a shard."""
+        gradient = self.gradient
+        assert gradient is not None
+        graph = self._graph(plan, rank, lambda: _graphs.step(gradient), plan.recorded)
+        if torch.is_inference_mode_enabled():
+            args, kwargs = tree.map(recordable, (args, kwargs))
+        with torch.inference_mode(False), torch.no_grad():
+            factor = 1.0 if seed is None else seed()
+            start = torch.tensor(factor, dtype=torch.float64)
+            value, aux, grads = graph(args, kwargs, start)
+        if factor == 0.0:  # What does not count has no gradient: 0 times 0/0 would be NaN.
+            grads = [None] * len(grads)
+        return gradient.evaluate_by(lambda *_: (value, aux, grads), args, kwargs)
+
+    def _graph(self, plan: Plan, rank: int, make: Callable[[], Any], detached: bool) -> Graph:
+        key = (plan.signature, plan.rows[rank])
+        graph = self._graphs.get(key)
+        if graph is None:  # Two threads that come at once get one.
+            graph = self._graphs.setdefault(key, Graph(self.where, make(), detached))
+        return graph
+
+    def _check(self, split: Split, name_of: Callable[[int], str]) -> None:
+        """Refuse what would lose a derivative."""
+        if is_transformed():
+            raise ValueError(
+                f"{self.where}: a torch.func transform or dual level around it cannot see into compiled "
+                f"code.\nUse the transform inside the function, fp.grad around it, or leave compile=True out."
+            )
+        if self.gradient is not None and torch.is_grad_enabled():
+            names = [
+                name_of(k) for k, leaf in enumerate(split.whole)
+                if isinstance(leaf, Tensor) and leaf.requires_grad
+            ]  # fmt: skip
+            if names:
+                shown = "".join(f"\n  {name}" for name in names[:8])
+                raise ValueError(
+                    f"{self.where}: arguments require a gradient, and compiled gradients have no "
+                    f"derivative:{shown}\nDetach them (functionalize returns detached parameters), call it "
+                    f"under torch.no_grad(), or leave compile=True out."
+                )
+
+
+def _signature_of(split: Split) -> Hashable:
+    """Return what torch.compile would guard of a shard's arguments, but for its number of rows."""
+    leaves = tuple(_kind_of(*pair) for pair in zip(split.leaves[0], split.axes, strict=True))
+    around = (
+        torch.is_grad_enabled(), torch.is_inference_mode_enabled(), tuple(autocast_states()), num_levels(),
+        torch.get_default_dtype(), tuple(device.threads for device in split.devices[:1]),
+    )  # fmt: skip
+    return tuple(split.arguments), leaves, around
+
+
+def _kind_of(leaf: Any, axis: int | None) -> Hashable:
+    if not isinstance(leaf, Tensor):
+        return type(leaf), leaf if isinstance(leaf, bool | int | float | complex | str | bytes) else None
+    shape = tuple(n for dim, n in enumerate(leaf.shape) if dim != axis)
+    strides = leaf.stride() if leaf.layout is torch.strided else leaf.layout
+    return type(leaf), leaf.dtype, leaf.device, axis, shape, strides, leaf.requires_grad

@@ -1,0 +1,199 @@
+"""One pmapped function: split, run one shard per worker, merge."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable
+from contextlib import nullcontext
+from typing import Any
+
+import torch._functorch.apis
+from torch import Tensor
+
+from funcpar import distributed, tree
+from funcpar._alike import described, digest
+from funcpar._asked import recorded
+from funcpar._axes import InAxes
+from funcpar._binding import Argument, Binder
+from funcpar._compile import Compilation, Plan
+from funcpar._devices import Device, resolve
+from funcpar._frame import Frame
+from funcpar._fused import Fused, gradient_within, specs_of
+from funcpar._group import current
+from funcpar._joint import call_shards
+from funcpar._link import Link
+from funcpar._merge import Merge
+from funcpar._random import Streams
+from funcpar._span import Span
+from funcpar._split import Split, weights_of
+from funcpar._world import is_transformed
+
+
+def _is_torch_func_gradient(fun: Callable[..., Any]) -> bool:
+    code = getattr(fun, "__code__", None)
+    if code is None or code.co_filename != torch._functorch.apis.__file__:
+        return False
+    return bool(code.co_qualname.startswith("grad"))
+
+
+class Mapped:
+    """One pmapped function: everything that is known before it is called."""
+
+    def __init__(
+        self,
+        fun: Callable[..., Any],
+        call: str,
+        axis_name: Hashable,
+        binder: Binder,
+        in_axes: InAxes,
+        out_axes: Any,
+        devices: Any,
+        weight: Callable[..., Any] | None,
+        compilation: Compilation,
+        spans: bool,
+    ) -> None:
+        self.fun = fun
+        self.call = call
+        self.axis_name = axis_name
+        self.binder = binder
+        self.in_axes = in_axes
+        self.out_axes = out_axes
+        self.devices = devices
+        self.weight = weight
+        self.compilation = compilation
+        self.spans = spans
+        self.signatures: dict[Any, bytes] = {}
+        self.gradient, self.wrapped = gradient_within(fun)
+        self.takes_local_gradient = _is_torch_func_gradient(fun)
+        if self.gradient is not None:
+            self.value_spec, self.aux_spec = specs_of(call, self.gradient, out_axes)
+        if self.wrapped and out_axes not in ("auto", "mean", "sum"):
+            raise ValueError(
+                f"{call}: out_axes={out_axes!r}, and code around the gradient function makes the output.\n"
+                f'Give "mean" or "sum" for the value, or map the gradient function itself.'
+            )
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        link = distributed.link() if self.spans and current() is None else None
+        if link is None:
+            return self._call(args, kwargs, None)
+        with link.call(self.call):
+            return self._call(args, kwargs, link)
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any], link: Link | None) -> Any:
+        arguments = self.binder.bind(args, kwargs)
+        split = self.in_axes.split(arguments, self._devices(), self.devices is not None)
+        if link is None:
+            split, weights = self._weigh(split)
+            span, streams = None, Streams()
+        else:
+            weights = self._weights(split)
+            span = self._spanning(link, arguments, split, weights)
+            streams = Streams(link.index << 20)  # Far apart, so that nobody need ask how many others have.
+        name_of = lambda k: self.in_axes.path(arguments, split, k)
+        plan = self.compilation.plan(split, name_of)
+        frame = Frame(
+            split.devices,
+            self.axis_name,
+            tuple(weights),
+            self.call,
+            streams,
+            funs=(self.fun,),
+            name_of=name_of,
+            span=span,
+            takes_turns=plan.takes_turns,
+        )
+        with nullcontext() if span is None else span:
+            out = self._run(split, frame, Merge(self.call, split, weights, span), plan)
+        self.compilation.finish(plan)
+        return out
+
+    def _run(self, split: Split, frame: Frame, merge: Merge, plan: Plan) -> Any:
+        if self.gradient is None:
+            return self._plain(split, frame, merge, self.out_axes, plan)
+        compiled = functools.partial(self.compilation.evaluate, plan) if self.compilation.wanted else None
+        fused = Fused(self.gradient, self.fun, split, frame, merge, self.value_spec, self.aux_spec, compiled)
+        if self.wrapped:
+            return self._plain(split, frame, merge, "auto", plan, fused)
+        return fused.run()
+
+    def _devices(self) -> tuple[Device, ...]:
+        shard = current()
+        if shard is None:
+            return resolve(self.devices, self.call)
+        # Inside a shard only its own device is free, and by the law one shard is as good as any.
+        return (shard.device,)
+
+    def _weigh(self, split: Split) -> tuple[Split, list[float]]:
+        """Return the weights of the shards, and one shard if they are all 0."""
+        weights = self._weights(split)
+        return (split, weights) if any(weights) else (split.undivided(), [1.0])
+
+    def _weights(self, split: Split) -> list[float]:
+        if self.weight is not None:
+            return weights_of(self.call, self.weight, split)
+        return [1.0] * len(split.devices) if split.rows is None else [float(n) for n in split.rows]
+
+    def _spanning(self, link: Link, arguments: list[Argument], split: Split, weights: list[float]) -> Span:
+        """Return the call over all processes; gradients of what they share are summed over them."""
+        leaves = [leaf for leaf in split.whole if isinstance(leaf, Tensor)]
+        is_recorded = is_transformed() or (
+            torch.is_grad_enabled() and any(leaf.requires_grad for leaf in leaves)
+        )
+
+        def kinds() -> dict[str, str]:
+            paths = self.in_axes.paths(arguments, split)
+            shared = zip(paths, split.whole, split.axes, strict=True)
+            return {path: described(leaf) for path, leaf, axis in shared if axis is None} | {
+                "the results": "part of a graph" if is_recorded else "plain"
+            }
+
+        # The texts, the same in all processes, are long: this one knows them by what is quick to compare.
+        quick = (is_recorded, *(spec for _, spec in split.arguments), *(
+            (leaf.dtype, leaf.shape) if isinstance(leaf, Tensor) else described(leaf)
+            for leaf, axis in zip(split.whole, split.axes, strict=True)
+            if axis is None
+        ))  # fmt: skip
+        signature = self.signatures.get(quick)
+        if signature is None:
+            signature = self.signatures[quick] = digest(kinds())
+        return Span(link, self.call, signature, kinds, weights, is_recorded)
+
+    def _plain(
+        self,
+        split: Split,
+        frame: Frame,
+        merge: Merge,
+        out_axes: Any,
+        plan: Plan,
+        fused: Fused | None = None,
+    ) -> Any:
+        size, span = len(split.devices), merge.span
+        if span is not None:
+            span.open()
+            split.share(span.copied)
+        specs: list[Any] = [None] * size
+        gradients: set[int] = set()
+
+        def body(rank: int, leaves: list[Any]) -> list[Any]:
+            args, kwargs = split.rebuild(leaves)
+            reducing = nullcontext() if fused is None or fused.is_local else fused.reducing(leaves)
+            fun = self.compilation.function(plan, rank)
+            with recorded() as seen, reducing:
+                out, specs[rank] = tree.flatten(fun(*args, **kwargs))
+            if rank == 0 and self.takes_local_gradient:
+                gradients.update(range(len(out)))
+            elif rank == 0 and seen:
+                local = {id(grad) for grad, leaf in seen if not split.has_rows(leaf, leaves, rank)}
+                gradients.update(k for k, leaf in enumerate(out) if id(leaf) in local)
+            return split.marked(leaves, out)
+
+        answers = call_shards(frame, [functools.partial(body, rank) for rank in range(size)], split.leaves)
+        outs = [
+            tree.unflatten(spec, split.unmarked(answer)) for spec, answer in zip(specs, answers, strict=True)
+        ]
+        if span is not None and is_transformed():
+            outs = [tree.map(span.anchored, out) for out in outs]
+        if fused is not None:
+            merge.refuse_ambiguous(outs)
+        return merge.trees(out_axes, outs, gradients)
