@@ -1,0 +1,209 @@
+"""Gradients reduced a bucket at a time: large ones where they lie, small ones in one piece."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compat._peers import Kind, Peers
+
+_LARGE = 1 << 18  # Bytes. Above it a copy into and out of a flat tensor costs more than one more operation.
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Parameters whose gradients are reduced together: of one dtype and layout, in order of readiness.
+
+    Attributes:
+        places: Of the parameters, in the list of all.
+        is_sparse: Whether the gradients are sparse; then there is one parameter.
+    """
+
+    places: tuple[int, ...]
+    is_sparse: bool = False
+
+
+@dataclass(slots=True)
+class Reduction:
+    """A bucket on its way: operations that run, and where their results will be."""
+
+    works: list[Any] = field(default_factory=list)
+    grads: dict[int, Tensor] = field(default_factory=dict)
+    flat: Tensor | None = None
+    small: list[int] = field(default_factory=list)
+
+
+def buckets_of(params: Sequence[Tensor], sparse: Sequence[bool], cap: int) -> list[Bucket]:
+    """Cut the parameters into buckets of at most ``cap`` bytes, the last registered first.
+
+    The first bucket is small: its lone layer is ready early, and opens the meeting of all ranks while
+    backward still runs.
+    """
+    buckets: list[Bucket] = []
+    places: list[int] = []
+    size, limit = 0, min(cap, 1 << 20)
+    for k in reversed(range(len(params))):
+        param = params[k]
+        bytes_ = param.numel() * param.element_size()
+        if places and (size + bytes_ > limit or param.dtype is not params[places[0]].dtype or sparse[k]):
+            buckets.append(Bucket(tuple(places)))
+            places, size, limit = [], 0, cap
+        if sparse[k]:
+            buckets.append(Bucket((k,), is_sparse=True))
+            continue
+        places.append(k)
+        size += bytes_
+    return [*buckets, Bucket(tuple(places))] if places else buckets
+
+
+def start(
+    peers: Peers,
+    bucket: Bucket,
+    params: Sequence[Tensor],
+    grads: dict[int, tuple[Tensor, bool]],
+    share: int,
+    extra: Sequence[bool] = (),
+) -> Reduction:
+    """Start the mean of one bucket's gradients.
+
+    Args:
+        peers: The ranks.
+        bucket: The bucket.
+        params: All parameters.
+        grads: Gradients by place, each with whether it may be written to; missing ones count as zeros.
+        share: What to divide by.
+        extra: Flags whose number of ranks is wanted too, after the small gradients in ``flat``.
+    """
+    started = Reduction()
+    if bucket.is_sparse:
+        started = _start_sparse(peers, bucket.places[0], params, grads, share)
+    pieces = []
+    for k in () if bucket.is_sparse else bucket.places:
+        grad, is_own = grads.get(k, (None, False))
+        if params[k].numel() * params[k].element_size() < _LARGE:
+            started.small.append(k)
+            pieces.append(_line(params[k], torch.zeros_like(params[k]) if grad is None else grad))
+        else:
+            total = _writable(params[k], grad, is_own, share)
+            started.grads[k] = total
+            started.works.append(peers.all_reduce(_line(params[k], total), Kind.BACKWARD))
+    if pieces or extra:
+        flat = torch.cat(pieces).div_(share) if pieces else torch.empty(0, device=peers.device)
+        if extra:
+            flat = torch.cat([flat, torch.tensor(extra, dtype=flat.dtype, device=flat.device)])
+        started.flat = flat
+        started.works.append(peers.all_reduce(flat, Kind.BACKWARD))
+    return started
+
+
+def finish(peers: Peers, started: Reduction, params: Sequence[Tensor]) -> dict[int, Tensor]:
+    """Wait for a bucket; return its mean gradients by place, each in memory of its own."""
+    for work in started.works:
+        peers.wait(work, Kind.BACKWARD)
+    if started.flat is not None and started.small:
+        sizes = [params[k].numel() for k in started.small]
+        parts = started.flat[: sum(sizes)].split(sizes)
+        own = [torch.empty_like(params[k]) for k in started.small]
+        torch._foreach_copy_([_line(t, t) for t in own], list(parts))
+        started.grads.update(zip(started.small, own, strict=True))
+    return started.grads
+
+
+def is_own(grads: tuple[Tensor | None, ...], place: int) -> bool:
+    """Tell whether only autograd's call of a backward holds a gradient, which then may be written to.
+
+    What it returns may be expanded, may be one tensor for two parameters, or a tensor that a user's Function keeps.
+    """
+    return _held(grads, place) in _held_by_the_call_alone()
+
+
+def layout_of(param: Tensor) -> tuple[int, ...]:
+    """Return the strides that gradients of a parameter have; flat pieces are cut by them on every rank."""
+    return tuple(torch.empty_like(param, device="meta").stride())
+
+
+def _start_sparse(
+    peers: Peers, place: int, params: Sequence[Tensor], grads: dict[int, tuple[Tensor, bool]], share: int
+) -> Reduction:
+    param = params[place]
+    grad, _ = grads.get(place, (None, False))
+    if grad is None:
+        dims = 1 if param.dim() else 0
+        indices = torch.zeros(dims, 0, dtype=torch.int64, device=param.device)
+        grad = torch.sparse_coo_tensor(
+            indices, param.new_zeros(0, *param.shape[dims:]), param.shape, check_invariants=False
+        )
+    elif grad.layout is torch.strided:
+        grad = grad.to_sparse(1)
+    total = grad.coalesce() / share
+    return Reduction([peers.all_reduce(total, Kind.BACKWARD)], {place: total})
+
+
+def _writable(param: Tensor, grad: Tensor | None, is_own: bool, share: int) -> Tensor:
+    if grad is None:
+        return torch.zeros_like(param)
+    if is_own and grad.layout is torch.strided and grad.stride() == layout_of(param):
+        return grad.div_(share)
+    return torch.empty_like(param).copy_(grad.to_dense() if grad.is_sparse else grad).div_(share)
+
+
+def _line(param: Tensor, grad: Tensor) -> Tensor:
+    """Return the entries of a gradient in the order in which the parameter's layout has them in memory."""
+    if grad.is_sparse:
+        grad = grad.to_dense()
+    strides = layout_of(param) if not param.is_contiguous() else None
+    if strides is None or param.numel() == 0:
+        return grad.reshape(-1)
+    if grad.stride() != strides:
+        grad = torch.empty_like(param).copy_(grad)
+    return grad.as_strided((grad.numel(),), (1,), grad.storage_offset())
+
+
+def _held(grads: tuple[Tensor | None, ...], place: int) -> tuple[int, ...]:
+    """Count who holds a gradient, its memory, and what it is a view of, as that of a linear layer is."""
+    grad = grads[place]
+    if grad is None or grad.layout is not torch.strided or grad.storage_offset():
+        return ()
+    count = sys.getrefcount(grad)
+    storage = grad.untyped_storage()
+    base = grad._base
+    return (
+        count,
+        grad._use_count(),
+        torch._C._storage_Use_Count(storage._cdata),
+        storage.nbytes() - grad.numel() * grad.element_size(),
+        0 if base is None else sys.getrefcount(base),
+        0 if base is None else base._use_count(),
+    )
+
+
+class _Probe(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, found: set[tuple[int, ...]], x: Tensor) -> Tensor:
+        ctx.found = found
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, None]:
+        ctx.found.add(_held(grads, 0))
+        return None, None
+
+
+@functools.cache
+def _held_by_the_call_alone() -> frozenset[tuple[int, ...]]:
+    """Return what :func:`_held` counts where nobody else holds a gradient; it differs between versions.
+
+    One is a plain tensor, one a view of a tensor that nobody else has.
+    """
+    found: set[tuple[int, ...]] = set()
+    x = torch.zeros(2, 3, requires_grad=True)
+    with torch.enable_grad():
+        (_Probe.apply(found, x) * x.detach()).sum().backward()
+        torch.nn.functional.linear(x.detach(), _Probe.apply(found, x)).sum().backward()
+    return frozenset(found)
