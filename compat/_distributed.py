@@ -193,6 +193,8 @@ class DistributedDataParallel(_Base):  # type: ignore[misc]
             with torch.autograd.profiler.record_function("DistributedDataParallel.forward"):
                 return self._staged(inputs, kwargs)
         except BaseException as error:
+            if "Cannot assign non-leaf Tensor to parameter" in str(error):
+                error.add_note(f"In the forward of {self.peers.call} parameters have a graph: tie them in __init__.")
             self.peers.say(f"raised {type(error).__name__}: {str(error)[:200]}, in forward")
             raise
 

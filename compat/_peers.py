@@ -18,7 +18,7 @@ import funcpar as fp
 
 _WIDTH = 5
 _PATIENCE = 5.0  # Seconds of silence before a rank tells the others what it waits in.
-_ROLL_CALL = 2.0  # Seconds given to the others to tell where they are, once a wait has failed.
+_ROLL_CALL = 1.0  # Seconds given to the others to tell where they are, once a wait has failed.
 _numbers: dict[str, int] = {}
 
 
