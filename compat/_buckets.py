@@ -108,7 +108,7 @@ def finish(peers: Peers, started: Reduction, params: Sequence[Tensor]) -> dict[i
         peers.wait(work, Kind.BACKWARD)
     if started.flat is not None and started.small:
         sizes = [params[k].numel() for k in started.small]
-        parts = started.flat[: sum(sizes)].split(sizes)
+        parts = torch.split(started.flat[: sum(sizes)], sizes)
         own = [torch.empty_like(params[k]) for k in started.small]
         torch._foreach_copy_([_line(t, t) for t in own], list(parts))
         started.grads.update(zip(started.small, own, strict=True))
@@ -167,7 +167,7 @@ def _line(param: Tensor, grad: Tensor) -> Tensor:
 
 def _held(grads: tuple[Tensor | None, ...], place: int) -> tuple[int, ...]:
     """Count who holds a gradient, its memory, and what it is a view of, as that of a linear layer is."""
-    grad = grads[place]
+    grad: Any = grads[place]
     if grad is None or grad.layout is not torch.strided or grad.storage_offset():
         return ()
     count = sys.getrefcount(grad)
@@ -202,8 +202,10 @@ def _held_by_the_call_alone() -> frozenset[tuple[int, ...]]:
     One is a plain tensor, one a view of a tensor that nobody else has.
     """
     found: set[tuple[int, ...]] = set()
+    probe: Any = _Probe.apply
     x = torch.zeros(2, 3, requires_grad=True)
     with torch.enable_grad():
-        (_Probe.apply(found, x) * x.detach()).sum().backward()
-        torch.nn.functional.linear(x.detach(), _Probe.apply(found, x)).sum().backward()
+        out = (probe(found, x) * x.detach()).sum()
+        out += torch.nn.functional.linear(x.detach(), probe(found, x)).sum()
+        torch.autograd.backward(out)
     return frozenset(found)

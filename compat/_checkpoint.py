@@ -8,13 +8,14 @@ from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any, TypeAlias
 
-from torch.utils.checkpoint import CheckpointFunction
+from torch.utils import checkpoint
 
 Stage: TypeAlias = Callable[[], AbstractContextManager[None]]
 # How the running forward of a wrapper puts its stand-ins in place.
 stage: ContextVar[Stage | None] = ContextVar("stage", default=None)
 
-_plain = CheckpointFunction.forward
+_function: Any = checkpoint.CheckpointFunction
+_plain = _function.forward
 
 
 @functools.wraps(_plain)
@@ -31,4 +32,4 @@ def _forward(ctx: Any, run_function: Callable[..., Any], preserve_rng_state: boo
     return _plain(ctx, again, preserve_rng_state, *args)
 
 
-CheckpointFunction.forward = staticmethod(_forward)
+_function.forward = staticmethod(_forward)

@@ -13,6 +13,7 @@ from torch import Tensor
 from compat._buckets import Bucket, Reduction, layout_of
 from compat._peers import Kind, Peers
 
+_GRAD_BUCKET: Any = getattr(dist, "GradBucket")  # noqa: B009
 _HOW = "Give hook(state, bucket) -> torch.futures.Future[torch.Tensor]."
 
 
@@ -44,7 +45,7 @@ class GradBucket:
 
     def gradients(self) -> list[Tensor]:
         """Return the gradients as views of the buffer."""
-        parts = self._buffer.split([p.numel() for p in self._params])
+        parts = torch.split(self._buffer, [p.numel() for p in self._params])
         return [_shaped(part, p) for part, p in zip(parts, self._params, strict=True)]
 
 
@@ -60,7 +61,7 @@ def check_hook(call: str, hook: Callable[..., Any]) -> None:
     bucket = signature.parameters.get("bucket")
     takes = inspect.Parameter.empty if bucket is None else bucket.annotation
     gives = signature.return_annotation
-    is_bucket = isinstance(takes, str) or takes in (inspect.Parameter.empty, dist.GradBucket)
+    is_bucket = isinstance(takes, str) or takes in (inspect.Parameter.empty, _GRAD_BUCKET)
     is_future = isinstance(gives, str) or gives in (inspect.Signature.empty, torch.futures.Future[Tensor])
     if len(signature.parameters) != 2 or not is_bucket or not is_future:
         raise TypeError(f"{call}.register_comm_hook: the hook's signature is {signature}.\n{_HOW}")
@@ -91,7 +92,9 @@ class HookStarter:
         """Call the hook, and count who has used what beside it."""
         mine = [params[k] for k in bucket.places]
         buffer = mine[0].new_zeros(sum(p.numel() for p in mine))
-        for part, p, k in zip(buffer.split([p.numel() for p in mine]), mine, bucket.places, strict=True):
+        for part, p, k in zip(
+            torch.split(buffer, [p.numel() for p in mine]), mine, bucket.places, strict=True
+        ):
             grad, _ = grads.get(k, (None, False))
             if grad is not None:
                 _shaped(part, p).copy_(grad.to_dense() if grad.is_sparse else grad)
@@ -127,7 +130,7 @@ class _Waiting:
                 f"{self._call}: the communication hook's future holds {shape}, not a tensor of {size} numbers.\n"
                 f"Return one that has the shape of bucket.buffer()."
             )
-        parts = result.reshape(-1).split([p.numel() for p in self._params])
+        parts = torch.split(result.reshape(-1), [p.numel() for p in self._params])
         for k, part, p in zip(self._bucket.places, parts, self._params, strict=True):
             self.grads[k] = torch.empty_like(p).copy_(_shaped(part, p))
 

@@ -4,46 +4,35 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.algorithms.join import Joinable
 
-from compat._buckets import buckets_of, start
-from compat._checkpoint import stage
 from compat._comm_hook import HookStarter, check_hook
 from compat._devices import is_in_shard
-from compat._distributed_arguments import REFUSALS, check_arguments, check_module, group_of, refusal
+from compat._distributed_arguments import (
+    REFUSALS,
+    Reducer,
+    check_arguments,
+    check_module,
+    group_of,
+    refusal,
+)
 from compat._join import Joining
 from compat._lanes import Lanes
-from compat._mean import Through
 from compat._peers import Peers
 from compat._sameness import check_sameness, copy_from, take_buffers, tensors_of
-from compat._session import Memory
-from compat._stand_ins import Slots, slots_of, standing_in
+from compat._stage import Stage
 from compat._state import add_prefix, with_versions
 
 _MIB = 1 << 20
 _CAP = 8  # MiB. Torch's 25 leaves most models one or two buckets, and little to overlap.
 _Base: Any = torch.nn.parallel.DistributedDataParallel
-
-
-class _Reducer:
-    """What trainers prepare on torch's reducer. Here nothing needs preparing, so nothing happens."""
-
-    def prepare_for_backward(self, outputs: Any = ()) -> None:
-        """Accept torch's notice that a backward comes."""
-
-    def prepare_for_forward(self) -> None:
-        """Accept torch's notice that a forward comes."""
-
-    def _rebuild_buckets(self) -> bool:
-        return False
 
 
 class DistributedDataParallel(_Base):  # type: ignore[misc]
@@ -129,8 +118,7 @@ class DistributedDataParallel(_Base):  # type: ignore[misc]
     ) -> None:
         nn.Module.__init__(self)
         Joinable.__init__(self)
-        given = dict(locals())
-        check_arguments(given)
+        check_arguments(dict(locals()))
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         self.device = check_module(module, self.parameters_to_ignore, device_ids, output_device)
         self.module = module
@@ -162,14 +150,17 @@ class DistributedDataParallel(_Base):  # type: ignore[misc]
         """Make what a copy or a pickle of the wrapper does not take along."""
         name = f"DistributedDataParallel({type(self.module).__name__})"
         self.peers = Peers(self.process_group, self.device, name)
-        self.reducer = _Reducer()
-        self._memory = Memory()
-        self._lanes: Lanes | None = None
-        self._own_stand_ins: Mapping[int, Tensor] = {}
-        self._known: tuple[Any, ...] = ()  # What they stand for.
-        self._starter: Any = start
-        self._forward_thread: int | None = None
+        self.reducer = Reducer()
         self._buffers_may_differ = False
+        me = weakref.ref(self)
+
+        def is_synced() -> bool:
+            wrapper = me()
+            return wrapper is None or bool(wrapper.require_backward_grad_sync)
+
+        self._stage = Stage(
+            self.module, self.parameters_to_ignore, self.peers, self.bucket_bytes_cap, is_synced
+        )
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Call the module; what it returns is not looked at, so it may be anything."""
@@ -183,102 +174,31 @@ class DistributedDataParallel(_Base):  # type: ignore[misc]
                 f"{self.peers.call}: called in a shard, where several calls would run at once.\n"
                 f"Wrap one pmap per process, or call the plain module in the shard."
             )
-        if self._forward_thread is not None:
-            return self._inner(inputs, kwargs)
         try:
             self._sync_buffers()
             if self.device_ids:
-                inputs, kwargs = self.to_kwargs(inputs, kwargs, self.device_ids[0])
-                inputs, kwargs = inputs[0], kwargs[0]
+                all_inputs, all_kwargs = self.to_kwargs(inputs, kwargs, self.device_ids[0])
+                inputs, kwargs = all_inputs[0], all_kwargs[0]
             with torch.autograd.profiler.record_function("DistributedDataParallel.forward"):
-                return self._staged(inputs, kwargs)
+                return self._stage.call(inputs, kwargs)
         except BaseException as error:
             if "Cannot assign non-leaf Tensor to parameter" in str(error):
-                error.add_note(f"In the forward of {self.peers.call} parameters have a graph: tie them in __init__.")
+                error.add_note(
+                    f"In the forward of {self.peers.call} parameters have a graph: tie them in __init__."
+                )
             self.peers.say(f"raised {type(error).__name__}: {str(error)[:200]}, in forward")
             raise
 
-    def _inner(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the module from within its own forward."""
-        if self._forward_thread != threading.get_ident():
-            raise RuntimeError(
-                f"{self.peers.call}: two threads call it at the same time.\nCall it from one thread."
-            )
-        return self.module(*inputs, **kwargs)
-
-    def _staged(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._buffers_may_differ |= self.module.training
-        if not torch.is_grad_enabled():
-            return self.module(*inputs, **kwargs)
-        slots = [slot for slot in slots_of(self.module) if slot[2] not in self.parameters_to_ignore]
-        stand_ins = self._stand_ins(slots)
-
-        @contextlib.contextmanager
-        def staged() -> Iterator[None]:
-            before, self._forward_thread = self._forward_thread, threading.get_ident()
-            try:
-                with standing_in(slots, stand_ins, self.module):
-                    yield
-            finally:
-                self._forward_thread = before
-
-        token = stage.set(staged)
-        try:
-            with staged():
-                return self.module(*inputs, **kwargs)
-        finally:
-            stage.reset(token)
-
-    def _stand_ins(self, slots: Slots) -> Mapping[int, Tensor]:
-        """Return what computes in the place of each parameter that needs a gradient."""
-        params = {id(table[key]): (name, table[key]) for table, key, name in reversed(slots)}
-        trained = {name: p for name, p in reversed(params.values()) if p.requires_grad}
-        is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
-        if any(not p.is_leaf or is_wrapped(p) for p in trained.values()):
-            # Not the module's own, as under torch.func.functional_call.
-            outs = Through.apply(self.peers, self._is_synced(), *trained.values())
-            return {id(p): out for p, out in zip(trained.values(), outs, strict=True)}
-        return self._lasting_stand_ins(trained) if trained else {}
-
     def lanes(self) -> Lanes:
-        """Return the graph for the module's parameters as they are."""
-        slots = [slot for slot in slots_of(self.module) if slot[2] not in self.parameters_to_ignore]
-        self._stand_ins(slots)
-        assert self._lanes is not None
-        return self._lanes
-
-    def _lasting_stand_ins(self, trained: dict[str, Tensor]) -> Mapping[int, Tensor]:
-        known = tuple((name, id(p), p.data_ptr(), p.dtype) for name, p in trained.items())
-        if self._lanes is None or known != self._known:
-            if self._lanes is not None:
-                self._lanes.close()
-            sparse = {
-                id(m.weight) for m in self.module.modules()
-                if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse
-            }  # fmt: skip
-            params = list(trained.values())
-            buckets = buckets_of(params, [id(p) in sparse for p in params], self.bucket_bytes_cap)
-            self._lanes = Lanes(
-                self.peers, trained, buckets, self._is_synced(), self._starter, self._memory
-            )
-            self._own_stand_ins = self._lanes.make_stand_ins()
-            self._known = known
-        return self._own_stand_ins
-
-    def _is_synced(self) -> Callable[[], bool]:
-        me = weakref.ref(self)
-
-        def is_synced() -> bool:
-            wrapper = me()
-            return wrapper is None or bool(wrapper.require_backward_grad_sync)
-
-        return is_synced
+        """Return the graph that gradients pass; join answers with it."""
+        return self._stage.lanes()
 
     def _sync_buffers(self) -> None:
         is_due = self.module.training or self._buffers_may_differ
         if is_due and self.require_backward_grad_sync and self.forward_sync_buffers:
             take_buffers(self.peers, self.module, self.parameters_to_ignore)
             self._buffers_may_differ = False
+        self._buffers_may_differ |= self.module.training
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -313,12 +233,11 @@ class DistributedDataParallel(_Base):  # type: ignore[misc]
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Let a function reduce the buckets; see torch's. Call it once, before the first backward."""
         check_hook(self.peers.call, hook)
-        if self._starter is not start:
+        if self._stage.has_hook:
             raise RuntimeError(
                 f"{self.peers.call}.register_comm_hook: there is a hook already.\nRegister one hook."
             )
-        self._starter = HookStarter(self.peers.call, state, hook)
-        self._known = ()
+        self._stage.use(HookStarter(self.peers.call, state, hook))
 
     def _set_static_graph(self) -> None:
         self.static_graph = True
@@ -347,12 +266,12 @@ class DistributedDataParallel(_Base):  # type: ignore[misc]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        nn.Module.__setstate__(self, state)
+        nn.Module.__setstate__(self, state)  # type: ignore[no-untyped-call]
         self.process_group = group_of(None, None)
         self._begin()
 
 
-_NOT_COPIED = ("process_group", "peers", "reducer", "_memory", "_lanes", "_own_stand_ins", "_known", "_starter")
+_NOT_COPIED = ("process_group", "peers", "reducer", "_stage")
 DistributedDataParallel.__module__ = "compat"  # The name that pickles hold.
 for _name in REFUSALS:
     setattr(DistributedDataParallel, _name, refusal(_name))

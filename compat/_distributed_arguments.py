@@ -57,9 +57,7 @@ def check_arguments(given: dict[str, Any]) -> None:
         raise ValueError(f"{_NAME}: bucket_cap_mb={cap} holds nothing.\nGive a size in MiB, or None.")
 
 
-def check_module(
-    module: nn.Module, ignored: set[str], device_ids: Any, output_device: Any
-) -> torch.device:
+def check_module(module: nn.Module, ignored: set[str], device_ids: Any, output_device: Any) -> torch.device:
     """Return the device of a module's parameters.
 
     Raises:
@@ -120,3 +118,16 @@ def refusal(name: str) -> Callable[..., Any]:
 
     refuse.__name__ = name
     return refuse
+
+
+class Reducer:
+    """What trainers prepare on torch's reducer. Here nothing needs preparing, so nothing happens."""
+
+    def prepare_for_backward(self, outputs: Any = ()) -> None:
+        """Accept torch's notice that a backward comes."""
+
+    def prepare_for_forward(self) -> None:
+        """Accept torch's notice that a forward comes."""
+
+    def _rebuild_buckets(self) -> bool:
+        return False

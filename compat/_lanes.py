@@ -67,11 +67,13 @@ class Lanes:
             return self._make_graph()
 
     def _make_graph(self) -> dict[int, Tensor]:
-        joined = _Gathering.apply(self, *self.params)
+        gathering: Any = _Gathering.apply
+        lane_of: Any = _Lane.apply
+        joined = gathering(self, *self.params)
         stand_ins: dict[int, Tensor] = {}
-        self._lane_nodes = []
+        self._lane_nodes: list[Callable[[], Any]] = []
         for lane, bucket in enumerate(self.buckets):
-            outs = _Lane.apply(self, lane, *(joined[k] for k in bucket.places))
+            outs = lane_of(self, lane, *(joined[k] for k in bucket.places))
             node = outs[0].grad_fn
             node._set_sequence_nr(_FIRST)
             self._lane_nodes.append(weakref.ref(node))

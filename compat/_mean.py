@@ -27,15 +27,19 @@ class _Mean(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        return None, *_Mean.apply(ctx.peers, *grads)
+        return None, *_mean(ctx.peers, *grads)
 
     @staticmethod
     def jvp(ctx: Any, _: None, *tangents: Tensor) -> tuple[Tensor, ...]:
-        return _Mean.apply(ctx.peers, *tangents)  # type: ignore[no-any-return]
+        return _mean(ctx.peers, *tangents)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], peers: Peers, *tensors: Tensor) -> Any:
-        return _Mean.apply(peers, *tensors), in_dims[1:]
+        return _mean(peers, *tensors), in_dims[1:]
+
+
+def _mean(peers: Peers, *tensors: Tensor) -> tuple[Tensor, ...]:
+    return _Mean.apply(peers, *tensors)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class Through(torch.autograd.Function):
@@ -61,11 +65,13 @@ class Through(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
-        return Through.apply(*args), in_dims[2:]
+        return Through.apply(*args), in_dims[2:]  # type: ignore[no-untyped-call]
 
 
 def mean_of(
-    peers: Peers, grads: Sequence[Tensor | None], likes: Sequence[tuple[torch.Size, torch.dtype, torch.device]]
+    peers: Peers,
+    grads: Sequence[Tensor | None],
+    likes: Sequence[tuple[torch.Size, torch.dtype, torch.device]],
 ) -> list[Tensor | None]:
     """Return the mean of each gradient over ranks, differentiable; None where no rank has one.
 
@@ -78,7 +84,7 @@ def mean_of(
     if not used:
         return [None] * len(grads)
     given = [_filled(grads[k], likes[k]) for k in used]
-    means: Sequence[Tensor] = _Mean.apply(peers, *given)
+    means = _mean(peers, *given)
     found: list[Tensor | None] = [None] * len(grads)
     for k, mean in zip(used, means, strict=True):
         found[k] = mean
@@ -103,7 +109,7 @@ def _averaged(peers: Peers, tensors: Sequence[Tensor]) -> list[Tensor]:
         active = peers.meet(Kind.MEAN, flat.numel(), code).wait()
         flat /= len(active) if peers.divides_by_active else peers.size
         peers.wait(peers.all_reduce(flat, Kind.MEAN), Kind.MEAN)
-        parts = torch.split_with_sizes_copy(flat, [tensors[k].numel() for k in places])
+        parts = torch.ops.aten.split_with_sizes_copy(flat, [tensors[k].numel() for k in places])
         for k, part in zip(places, parts, strict=True):
             found[k] = torch.ops.aten._unsafe_view(part, tensors[k].shape)  # A view could not be written to.
     return [found[k] for k in range(len(tensors))]

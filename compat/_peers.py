@@ -1,4 +1,4 @@
-"""The processes of one wrapper: every call begins with a short meeting in which each says what it is about to do."""
+"""The processes of one wrapper: before each call they tell each other what they are about to do."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ import funcpar as fp
 _WIDTH = 5
 _PATIENCE = 5.0  # Seconds of silence before a rank tells the others what it waits in.
 _ROLL_CALL = 1.0  # Seconds given to the others to tell where they are, once a wait has failed.
+_PrefixStore: Any = getattr(dist, "PrefixStore")  # noqa: B009
 _numbers: dict[str, int] = {}
 
 
@@ -103,7 +104,7 @@ class Meeting:
             lines = [f"  rank {rank}: {_described(rows[rank])}" for rank in active]
             raise fp.ReplicaMismatchError(
                 f"{call}: the ranks make different calls:\n" + "\n".join(lines) + "\n"
-                "Make the same calls of the wrapper, with the same parameters, in the same order on every rank."
+                "Make the same calls, with the same parameters, in the same order on every rank."
             )
 
 
@@ -185,8 +186,8 @@ class Peers:
             return fp.CollectiveTimeoutError(
                 f"{self.call}: rank {names} did not come to {_TEXT[kind]} within {limit:g} s:\n"
                 + "\n".join(lines) + "\n"
-                "It raised, skipped the call, or has a loss that reaches no parameter of the wrapped module. Make "
-                "the same calls on every rank; FUNCPAR_TIMEOUT=seconds sets the limit."
+                "It raised, skipped the call, or has a loss that reaches no parameter of the wrapped module. "
+                "Make the same calls on every rank; FUNCPAR_TIMEOUT=seconds sets the limit."
             )  # fmt: skip
         return ConnectionError(
             f"{self.call}: rank {names} is gone, while others wait in {_TEXT[kind]}:\n"
@@ -195,7 +196,7 @@ class Peers:
         )  # fmt: skip
 
     def _store(self) -> Any:
-        store = dist.PrefixStore(f"compat/{self.number}", self.group.get_group_store())
+        store = _PrefixStore(f"compat/{self.number}", self.group.get_group_store())
         store.set_timeout(timedelta(seconds=_ROLL_CALL))
         return store
 

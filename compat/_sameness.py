@@ -1,4 +1,4 @@
-"""Modules that are the same on all ranks: compared by name and shape, then overwritten by one rank's values."""
+"""Modules that are the same on all ranks: compared by name and shape, then given one rank's values."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PIECE = 64 << 20  # Bytes sent at once.
 
 def tensors_of(module: nn.Module, ignored: set[str], with_buffers: bool) -> dict[str, Tensor]:
     """Return the parameters and buffers of a module by name, without those to ignore."""
-    named = dict(module.named_parameters())
+    named: dict[str, Tensor] = dict(module.named_parameters())
     if with_buffers:
         named.update(module.named_buffers())
     return {name: tensor for name, tensor in named.items() if name not in ignored}
@@ -96,7 +96,7 @@ def _received(peers: Peers, source: int, tensors: Sequence[Tensor], kind: Kind) 
     flat = torch.cat([t.detach().contiguous().view(-1).view(torch.uint8).to(peers.device) for t in tensors])
     peers.broadcast(flat, source, kind)
     found = []
-    for tensor, part in zip(tensors, flat.split([_bytes(t) for t in tensors]), strict=True):
+    for tensor, part in zip(tensors, torch.split(flat, [_bytes(t) for t in tensors]), strict=True):
         own = part.clone().view(tensor.dtype).view(tensor.shape)
         found.append(torch.empty_like(tensor).copy_(own))
     return found

@@ -35,7 +35,9 @@ def standing_in(slots: Slots, stand_ins: Mapping[int, Tensor], module: nn.Module
     What forward assigned stays, a tied weight say, with parameters in place of stand-ins. The module is
     the live one, so whatever else forward writes to it is as without a wrapper.
     """
-    originals = {id(stand_ins[id(table[key])]): table[key] for table, key, _ in slots if id(table[key]) in stand_ins}
+    originals = {
+        id(stand_ins[id(table[key])]): table[key] for table, key, _ in slots if id(table[key]) in stand_ins
+    }
     for table, key, _ in slots:
         table[key] = stand_ins.get(id(table[key]), table[key])
     lists = _weight_lists(module)

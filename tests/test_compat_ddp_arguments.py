@@ -104,7 +104,9 @@ def test_a_script_module_is_refused():
 def test_a_mesh_of_several_dimensions_is_refused():
     mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("data", "model"))
     for given in (mesh, mesh["data"]):
-        with pytest.raises(NotImplementedError, match=r"is not one dimension of its own.\nGive process_group="):
+        with pytest.raises(
+            NotImplementedError, match=r"is not one dimension of its own.\nGive process_group="
+        ):
             DDP(mlp(), device_mesh=given)
 
 
@@ -120,7 +122,7 @@ def test_what_reaches_into_torchs_reducer_is_refused(name):
 def test_calls_from_a_shard_or_from_two_threads_are_refused():
     wrapper = DDP(mlp())
     with pytest.raises(RuntimeError, match=r"called in a shard.*\nWrap one pmap per process"):
-        fp.pmap(lambda x: wrapper(x), in_axes=0, devices=2)(rand(4, 3))
+        fp.pmap(wrapper, in_axes=0, devices=2)(rand(4, 3))
     errors = []
 
     class Calling(nn.Module):
@@ -167,9 +169,13 @@ def test_a_wrong_hook_is_told(hook, message):
 def test_a_hook_is_alone_and_has_no_derivative():
     wrapper = DDP(mlp())
     wrapper.register_comm_hook(None, lambda state, bucket: done(bucket.buffer()))
-    with pytest.raises(RuntimeError, match=r"register_comm_hook: there is a hook already.\nRegister one hook."):
+    with pytest.raises(
+        RuntimeError, match=r"register_comm_hook: there is a hook already.\nRegister one hook."
+    ):
         wrapper.register_comm_hook(None, lambda state, bucket: done(bucket.buffer()))
-    with pytest.raises(NotImplementedError, match=r"a communication hook has no derivative.*\nUse loss.backward"):
+    with pytest.raises(
+        NotImplementedError, match=r"a communication hook has no derivative.*\nUse loss.backward"
+    ):
         torch.autograd.grad(wrapper(rand(2, 3)).sum(), list(wrapper.parameters()))
 
 
@@ -184,7 +190,9 @@ def test_parameters_are_back_after_forward_and_after_an_error():
     before = {name: id(p) for name, p in module.named_parameters()}
     wrapper = DDP(module)
     seen = []
-    module[0].register_forward_hook(lambda m, *_: seen.append((m.weight.is_leaf, isinstance(m.weight, nn.Parameter))))
+    module[0].register_forward_hook(
+        lambda m, *_: seen.append((m.weight.is_leaf, isinstance(m.weight, nn.Parameter)))
+    )
     wrapper(rand(2, 3))
     with pytest.raises(RuntimeError, match="mat1 and mat2"):
         wrapper(rand(2, 4))

@@ -106,8 +106,9 @@ def test_a_rank_whose_loss_reaches_no_parameter_is_named():
 
 def test_other_calls_are_an_error_on_every_rank_at_once():
     for outcome in fail("other call"):
-        assert "ReplicaMismatchError: DistributedDataParallel(Sequential): the ranks make different calls" in (
-            outcome.error
+        assert (
+            "ReplicaMismatchError: DistributedDataParallel(Sequential): the ranks make different calls"
+            in (outcome.error)
         )
         assert "rank 0: the backward of a loss, 4 parameters" in outcome.error
         assert "rank 1: the broadcast of buffers before forward, 24 bytes" in outcome.error
@@ -129,8 +130,9 @@ def test_a_parameter_that_one_rank_alone_uses_outside_of_forward_is_an_error_on_
 
 def test_other_modules_are_listed_by_rank_and_parameter():
     for outcome in fail("structure"):
-        assert "ReplicaMismatchError: DistributedDataParallel(Sequential): the ranks hold different modules" in (
-            outcome.error
+        assert (
+            "ReplicaMismatchError: DistributedDataParallel(Sequential): the ranks hold different modules"
+            in (outcome.error)
         )
         assert "0.weight   rank 0: (2, 3) float32   rank 1: (3, 3) float32" in outcome.error
         assert "1.bias   rank 0: missing   rank 1: (2,) float32" in outcome.error
