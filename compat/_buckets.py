@@ -13,7 +13,8 @@ from torch import Tensor
 
 from compat._peers import Kind, Peers
 
-_LARGE = 1 << 18  # Bytes. Above it a copy into and out of a flat tensor costs more than one more operation.
+_ROOMY = (torch.float32, torch.float64)
+_LARGE = 2 << 20  # Bytes. Above it a copy into and out of a flat tensor costs more than one more operation.
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,9 @@ class Reduction:
     works: list[Any] = field(default_factory=list)
     grads: dict[int, Tensor] = field(default_factory=dict)
     flat: Tensor | None = None
+    extra: Tensor = field(default_factory=lambda: torch.empty(0))
     small: list[int] = field(default_factory=list)
+    share: int = 1
 
 
 def buckets_of(params: Sequence[Tensor], sparse: Sequence[bool], cap: int) -> list[Bucket]:
@@ -68,7 +71,7 @@ def start(
     params: Sequence[Tensor],
     grads: dict[int, tuple[Tensor, bool]],
     share: int,
-    extra: Sequence[bool] = (),
+    extra: Sequence[float] = (),
 ) -> Reduction:
     """Start the mean of one bucket's gradients.
 
@@ -78,11 +81,12 @@ def start(
         params: All parameters.
         grads: Gradients by place, each with whether it may be written to; missing ones count as zeros.
         share: What to divide by.
-        extra: Flags whose number of ranks is wanted too, after the small gradients in ``flat``.
+        extra: Numbers whose sum over ranks is wanted too.
     """
-    started = Reduction()
+    started = Reduction(share=share)
     if bucket.is_sparse:
         started = _start_sparse(peers, bucket.places[0], params, grads, share)
+    more = torch.tensor(extra, device=peers.device)
     pieces = []
     for k in () if bucket.is_sparse else bucket.places:
         grad, is_own = grads.get(k, (None, False))
@@ -93,12 +97,18 @@ def start(
             total = _writable(params[k], grad, is_own, share)
             started.grads[k] = total
             started.works.append(peers.all_reduce(_line(params[k], total), Kind.BACKWARD))
-    if pieces or extra:
-        flat = torch.cat(pieces).div_(share) if pieces else torch.empty(0, device=peers.device)
-        if extra:
-            flat = torch.cat([flat, torch.tensor(extra, dtype=flat.dtype, device=flat.device)])
-        started.flat = flat
-        started.works.append(peers.all_reduce(flat, Kind.BACKWARD))
+    if pieces:
+        started.flat = torch.cat(pieces)
+        if started.flat.dtype not in _ROOMY:
+            started.flat.div_(share)  # Their sum may be too large.
+        if extra and started.flat.dtype in (torch.float32, torch.float64):
+            started.flat = torch.cat([started.flat, more.to(started.flat.dtype)])
+            more = started.flat[-len(extra) :]
+        started.works.append(peers.all_reduce(started.flat, Kind.BACKWARD))
+    if extra:
+        started.extra = more
+        if more._base is None:
+            started.works.append(peers.all_reduce(more, Kind.BACKWARD))
     return started
 
 
@@ -109,17 +119,26 @@ def finish(peers: Peers, started: Reduction, params: Sequence[Tensor]) -> dict[i
     if started.flat is not None and started.small:
         sizes = [params[k].numel() for k in started.small]
         parts = torch.split(started.flat[: sum(sizes)], sizes)
-        own = [torch.empty_like(params[k]) for k in started.small]
-        torch._foreach_copy_([_line(t, t) for t in own], list(parts))
+        if all(params[k].is_contiguous() for k in started.small) and started.flat.dtype in _ROOMY:
+            views = [part.view(params[k].shape) for part, k in zip(parts, started.small, strict=True)]
+            own = list(torch._foreach_div(views, float(started.share)))
+        else:
+            own = [torch.empty_like(params[k]) for k in started.small]
+            torch._foreach_copy_([_line(t, t) for t in own], list(parts))
+            if started.flat.dtype in _ROOMY:
+                torch._foreach_div_(own, float(started.share))
         started.grads.update(zip(started.small, own, strict=True))
     return started.grads
 
 
 def is_own(grads: tuple[Tensor | None, ...], place: int) -> bool:
-    """Tell whether only autograd's call of a backward holds a gradient, which then may be written to.
+    """Tell whether only autograd's call of a backward holds a large gradient, which then may be written to.
 
     What it returns may be expanded, may be one tensor for two parameters, or a tensor that a user's Function keeps.
     """
+    grad = grads[place]
+    if grad is None or grad.numel() * grad.element_size() < _LARGE:
+        return False
     return _held(grads, place) in _held_by_the_call_alone()
 
 

@@ -87,7 +87,7 @@ class HookStarter:
         params: Sequence[Tensor],
         grads: dict[int, tuple[Tensor, bool]],
         share: int,
-        extra: Sequence[bool] = (),
+        extra: Sequence[float] = (),
     ) -> Reduction:
         """Call the hook, and count who has used what beside it."""
         mine = [params[k] for k in bucket.places]
@@ -106,8 +106,8 @@ class HookStarter:
             raise TypeError(f"{self._call}: the communication hook returned a {kind}.\n{_HOW}")
         started = Reduction([_Waiting(future, self._call, mine, bucket)])
         if extra:
-            started.flat = torch.tensor(extra, dtype=torch.float32, device=peers.device)
-            started.works.append(peers.all_reduce(started.flat, Kind.BACKWARD))
+            started.extra = torch.tensor(extra, device=peers.device)
+            started.works.append(peers.all_reduce(started.extra, Kind.BACKWARD))
         started.grads = started.works[0].grads
         return started
 

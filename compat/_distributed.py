@@ -28,6 +28,7 @@ from compat._lanes import Lanes
 from compat._peers import Peers
 from compat._sameness import check_sameness, copy_from, take_buffers, tensors_of
 from compat._stage import Stage
+from compat._stand_ins import Survey
 from compat._state import add_prefix, with_versions
 
 _MIB = 1 << 20
@@ -152,6 +153,7 @@ class DistributedDataParallel(_Base):  # type: ignore[misc]
         self.peers = Peers(self.process_group, self.device, name)
         self.reducer = Reducer()
         self._buffers_may_differ = False
+        self._agreed_buffers: set[int] = set()
         me = weakref.ref(self)
 
         def is_synced() -> bool:
@@ -175,12 +177,13 @@ class DistributedDataParallel(_Base):  # type: ignore[misc]
                 f"Wrap one pmap per process, or call the plain module in the shard."
             )
         try:
-            self._sync_buffers()
+            found = self._stage.survey()
+            self._sync_buffers(found)
             if self.device_ids:
                 all_inputs, all_kwargs = self.to_kwargs(inputs, kwargs, self.device_ids[0])
                 inputs, kwargs = all_inputs[0], all_kwargs[0]
             with torch.autograd.profiler.record_function("DistributedDataParallel.forward"):
-                return self._stage.call(inputs, kwargs)
+                return self._stage.call(found, inputs, kwargs)
         except BaseException as error:
             if "Cannot assign non-leaf Tensor to parameter" in str(error):
                 error.add_note(
@@ -193,10 +196,10 @@ class DistributedDataParallel(_Base):  # type: ignore[misc]
         """Return the graph that gradients pass; join answers with it."""
         return self._stage.lanes()
 
-    def _sync_buffers(self) -> None:
+    def _sync_buffers(self, found: Survey) -> None:
         is_due = self.module.training or self._buffers_may_differ
         if is_due and self.require_backward_grad_sync and self.forward_sync_buffers:
-            take_buffers(self.peers, self.module, self.parameters_to_ignore)
+            take_buffers(self.peers, found.buffers, self._agreed_buffers)
             self._buffers_may_differ = False
         self._buffers_may_differ |= self.module.training
 

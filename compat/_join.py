@@ -38,7 +38,8 @@ class Joining:
 
     def __enter__(self) -> None:
         if self._enable:
-            self._wrapper.peers.divides_by_active = not self._by_initial_size
+            peers = self._wrapper.peers
+            peers.divides_by_active, peers.always_meet = not self._by_initial_size, True
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -50,7 +51,7 @@ class Joining:
             if kind is None:
                 self._answer(peers)
         finally:
-            peers.divides_by_active = False
+            peers.divides_by_active, peers.always_meet = False, peers.debugs
 
     def _answer(self, peers: Peers) -> None:
         came_last = True

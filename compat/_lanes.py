@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
+import funcpar as fp
 from compat._buckets import Bucket, Reduction, finish, is_own, layout_of, start
 from compat._mean import mean_of
-from compat._peers import Kind, Meeting, Peers
+from compat._peers import Kind, Peers
 from compat._session import Memory, Session
 
 # Before nodes that were made later: a lane has to start while backward still runs.
@@ -58,6 +59,8 @@ class Lanes:
         self._likes = [(p.shape, p.dtype, p.device) for p in self.params]
         told = [(n, tuple(p.shape), p.dtype, layout_of(p)) for n, p in params.items()]
         self._layout = zlib.crc32(repr(told).encode())
+        # Small enough that sums of squares over ranks are exact: equal on all only if all sent the same.
+        self._code = float(zlib.crc32(repr((self._layout, peers.number)).encode()) % 64)
         self._sessions: dict[int, Session] = {}
 
     def make_stand_ins(self) -> dict[int, Tensor]:
@@ -105,15 +108,13 @@ class Lanes:
                     lane for lane, node in enumerate(self._lane_nodes)
                     if torch._C._will_engine_execute_node(node())
                 }  # fmt: skip
-                session.meeting = self.meet()
+                session.reduces = True
+                if self.peers.always_meet or self._layout not in self.memory.agreed:
+                    session.meeting = self.peers.meet(Kind.BACKWARD, self._layout, len(self.params))
             while len(self._sessions) >= _MOST_SESSIONS:  # Of backwards that failed, or are over.
                 del self._sessions[next(iter(self._sessions))]
             self._sessions[task] = session
         return session
-
-    def meet(self) -> Meeting:
-        """Tell the others that buckets come."""
-        return self.peers.meet(Kind.BACKWARD, self._layout, len(self.params))
 
     def _is_captured(self) -> bool:
         """Tell whether gradients are returned to a caller, as torch.autograd.grad does, not accumulated."""
@@ -127,7 +128,7 @@ class Lanes:
     def arrive(self, lane: int, grads: tuple[Tensor | None, ...]) -> bool:
         """Take over the gradients of a lane, and start what can start; False if they are to go on."""
         session = self.session()
-        if session.meeting is None:
+        if not session.reduces:
             return False
         for at, place in enumerate(self.buckets[lane].places):
             grad = grads[at]
@@ -135,16 +136,18 @@ class Lanes:
                 session.grads[place] = (grad, is_own(grads, at))
         session.waiting.discard(lane)
         # Never wait here, while there is something to compute.
-        if session.meeting.is_over():
+        if session.meeting is None or session.meeting.is_over():
             self._start_ready(session)
         return True
 
     def _start_ready(self, session: Session) -> None:
-        assert session.meeting is not None
-        active = session.meeting.wait()
+        active = self.peers.size
+        if session.meeting is not None:
+            active = len(session.meeting.wait())
+            self.memory.agreed.add(self._layout)
         while len(session.started) < len(self.buckets) and len(session.started) not in session.waiting:
             self._add_local(session, self.buckets[len(session.started)])
-            session.started.append(self._start(session, len(session.started), len(active)))
+            session.started.append(self._start(session, len(session.started), active))
 
     def _start(self, session: Session, lane: int, active: int) -> Reduction:
         is_last = lane == len(self.buckets) - 1
@@ -152,7 +155,10 @@ class Lanes:
         bucket = self.buckets[lane]
         grads = {place: session.grads.pop(place) for place in bucket.places if place in session.grads}
         session.used.update(grads)
-        extra = [place in session.used for place in range(len(self.params))] if is_last else ()
+        extra: list[float] = []
+        if is_last:
+            extra = [float(place in session.used) for place in range(len(self.params))]
+            extra += [self._code, self._code**2]
         return self._starter(self.peers, bucket, self.params, grads, share, extra)
 
     def _add_local(self, session: Session, bucket: Bucket) -> None:
@@ -172,7 +178,7 @@ class Lanes:
         session = self.session()
         if session.is_local:
             return grads
-        if session.meeting is not None:
+        if session.reduces:
             session.waiting.clear()
             self._start_ready(session)
             means = self._finish(session.started)
@@ -194,9 +200,12 @@ class Lanes:
         for reduction in started:
             found.update(finish(self.peers, reduction, self.params))
             reduction.grads = {}
-        flat = started[-1].flat
-        assert flat is not None
-        counts = flat[-len(self.params) :].tolist()
+        *counts, total, squares = started[-1].extra.tolist()
+        if self.peers.size * squares != total**2 and not self.peers.always_meet:
+            raise fp.ReplicaMismatchError(
+                f"{self.peers.call}: the ranks ran backward through different wrappers at the same time.\n"
+                f"Run them in the same order on every rank; TORCH_DISTRIBUTED_DEBUG=DETAIL shows who ran what."
+            )
         return [found.pop(k) if count else None for k, count in enumerate(counts)]
 
     def shadow(self, active: int) -> None:

@@ -92,20 +92,15 @@ class Meeting:
         return [row.tolist() for row in self._rows]
 
     def _check(self, rows: list[list[int]]) -> None:
-        call = self._peers.call
         stopped = [str(rank) for rank, row in enumerate(rows) if row[0] == Kind.STOP]
         if stopped:
             raise RuntimeError(
-                f"{call}.join: rank {', '.join(stopped)} has no more batches, and "
+                f"{self._peers.call}.join: rank {', '.join(stopped)} has no more batches, and "
                 f"throw_on_early_termination=True ends all ranks.\nCatch this error where the epoch ends."
             )
         active = self._active or []
         if len({tuple(rows[rank]) for rank in active}) > 1:
-            lines = [f"  rank {rank}: {_described(rows[rank])}" for rank in active]
-            raise fp.ReplicaMismatchError(
-                f"{call}: the ranks make different calls:\n" + "\n".join(lines) + "\n"
-                "Make the same calls, with the same parameters, in the same order on every rank."
-            )
+            raise self._peers.differing({rank: _described(rows[rank]) for rank in active})
 
 
 class Peers:
@@ -124,6 +119,7 @@ class Peers:
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
         self.divides_by_active = False  # Whether ranks that have joined count no more in a mean.
+        self.always_meet = self.debugs = os.environ.get("TORCH_DISTRIBUTED_DEBUG", "OFF") == "DETAIL"
         name = str(group.group_name)
         self.number = _numbers[name] = _numbers.get(name, 0) + 1
 
@@ -181,6 +177,8 @@ class Peers:
         notes = self._notes()
         missing = [rank for rank in range(self.size) if not notes.get(rank, "").startswith("waits")]
         names = ", ".join(map(str, missing)) or "unknown"
+        if not missing and len(set(notes.values())) > 1:
+            return self.differing(notes)
         lines = [f"  rank {rank}: {notes.get(rank) or 'gave no sign'}" for rank in range(self.size)]
         if _is_timeout(error):
             return fp.CollectiveTimeoutError(
@@ -194,6 +192,14 @@ class Peers:
             + "\n".join(lines) + f"\n  transport: {str(error).splitlines()[0][:160]}\n"
             "It was ended or raised; look at its own output, and start all ranks again."
         )  # fmt: skip
+
+    def differing(self, told: dict[int, str]) -> Exception:
+        """Return the error for ranks that make different calls, by what each says."""
+        lines = [f"  rank {rank}: {what}" for rank, what in sorted(told.items())]
+        return fp.ReplicaMismatchError(
+            f"{self.call}: the ranks make different calls:\n" + "\n".join(lines) + "\n"
+            "Make the same calls, with the same parameters, in the same order on every rank."
+        )
 
     def _store(self) -> Any:
         store = _PrefixStore(f"compat/{self.number}", self.group.get_group_store())

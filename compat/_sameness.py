@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,9 @@ import funcpar as fp
 from compat._buckets import layout_of
 from compat._peers import Kind, Peers
 
+Places: TypeAlias = Sequence[tuple[dict[str, Any], str, str]]
 _PIECE = 64 << 20  # Bytes sent at once.
+_MARK = 16  # Bytes.
 
 
 def tensors_of(module: nn.Module, ignored: set[str], with_buffers: bool) -> dict[str, Tensor]:
@@ -66,24 +68,33 @@ def copy_from(peers: Peers, source: int, tensors: Sequence[Tensor]) -> None:
             piece = []
 
 
-def take_buffers(peers: Peers, module: nn.Module, ignored: set[str]) -> None:
-    """Give a module the buffers of the first rank that takes part, as new tensors where values differ.
+def take_buffers(peers: Peers, places: Places, agreed: set[int]) -> None:
+    """Put the buffers of the first rank that takes part into their places, as new tensors where values differ.
 
-    A graph may hold the old ones: two forwards before one backward stay right.
+    A graph may hold the old ones: two forwards before one backward stay right. Sizes that all ranks have
+    agreed on before need no meeting; then a mark beside the values tells whether they are the right ones.
     """
-    named = {n: b for n, b in module.named_buffers() if n not in ignored and b.layout is torch.strided}
-    if not named:
+    buffers = {id(table[key]): table[key] for table, key, _ in places}
+    old = [buffer for buffer in buffers.values() if buffer.layout is torch.strided]
+    if not old:
         return
-    old = list(named.values())
-    source = peers.meet(Kind.BUFFERS, sum(map(_bytes, old))).wait()[0]
-    values = _received(peers, source, old, Kind.BUFFERS)
+    size = sum(map(_bytes, old)) + _MARK
+    source = 0
+    if peers.always_meet or size not in agreed:
+        source = peers.meet(Kind.BUFFERS, size).wait()[0]
+        agreed.add(size)
+    mark = torch.tensor([peers.number, size])
+    *values, received = _received(peers, source, [*old, mark], Kind.BUFFERS)
     if peers.rank == source:
         return
+    if not torch.equal(mark, received):
+        raise fp.ReplicaMismatchError(
+            f"{peers.call}: the ranks ran forward of different wrappers at the same time, and sent buffers of "
+            f"others.\nRun them in the same order on every rank; TORCH_DISTRIBUTED_DEBUG=DETAIL shows who ran what."
+        )
     changed = {id(o): v for o, v in zip(old, values, strict=True) if not torch.equal(o, v)}
-    for one in module.modules() if changed else ():
-        for key, buffer in one._buffers.items():
-            if id(buffer) in changed:
-                one._buffers[key] = changed[id(buffer)]
+    for table, key, _ in places:
+        table[key] = changed.get(id(table[key]), table[key])
 
 
 def send_nothing(peers: Peers, source: int, size: int) -> None:
@@ -98,7 +109,7 @@ def _received(peers: Peers, source: int, tensors: Sequence[Tensor], kind: Kind) 
     found = []
     for tensor, part in zip(tensors, torch.split(flat, [_bytes(t) for t in tensors]), strict=True):
         own = part.clone().view(tensor.dtype).view(tensor.shape)
-        found.append(torch.empty_like(tensor).copy_(own))
+        found.append(own if tensor.is_contiguous() else torch.empty_like(tensor).copy_(own))
     return found
 
 

@@ -15,7 +15,8 @@ class Session:
     """One run of autograd's engine through a wrapper's parameters.
 
     Attributes:
-        meeting: Of all ranks, if lanes reduce; else None.
+        reduces: Whether lanes reduce what they get.
+        meeting: Of all ranks, where there is one before the first bucket.
         is_local: Whether gradients stay on this rank.
         waiting: Lanes whose gradients are still to come.
         grads: Gradients by place, each with whether it may be written to.
@@ -24,6 +25,7 @@ class Session:
         outside: Places that something else reached.
     """
 
+    reduces: bool = False
     meeting: Meeting | None = None
     is_local: bool = False
     waiting: set[int] = field(default_factory=set)
@@ -42,7 +44,9 @@ class Memory:
     Attributes:
         local: Ids of parameters whose ``.grad`` holds what this rank alone has added.
         looks_outside: Whether some loss has used parameters outside of the wrapper's forward.
+        agreed: What all ranks are known to send alike: layouts of parameters.
     """
 
     local: set[int] = field(default_factory=set)
     looks_outside: bool = False
+    agreed: set[int] = field(default_factory=set)

@@ -16,7 +16,7 @@ from compat._lanes import Lanes, Starter
 from compat._mean import Through
 from compat._peers import Peers
 from compat._session import Memory
-from compat._stand_ins import Slots, slots_of, standing_in
+from compat._stand_ins import Survey, standing_in, survey
 
 
 class Stage:
@@ -52,7 +52,11 @@ class Stage:
         self._starter = starter
         self._known = ()
 
-    def call(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def survey(self) -> Survey:
+        """Return where the module's tensors are."""
+        return survey(self._module, self._ignored)
+
+    def call(self, found: Survey, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the module; also from within its own forward."""
         if self._thread is not None:
             if self._thread != threading.get_ident():
@@ -62,14 +66,13 @@ class Stage:
             return self._module(*inputs, **kwargs)
         if not torch.is_grad_enabled():
             return self._module(*inputs, **kwargs)
-        slots = self._slots()
-        stand_ins = self._stand_ins(slots)
+        stand_ins = self._stand_ins(found)
 
         @contextlib.contextmanager
         def staged() -> Iterator[None]:
             before, self._thread = self._thread, threading.get_ident()
             try:
-                with standing_in(slots, stand_ins, self._module):
+                with standing_in(found, stand_ins):
                     yield
             finally:
                 self._thread = before
@@ -83,19 +86,17 @@ class Stage:
 
     def lanes(self) -> Lanes:
         """Return the graph for the module's parameters as they are."""
-        self._stand_ins(self._slots())
+        self._stand_ins(self.survey())
         assert self._lanes is not None
         return self._lanes
 
-    def _slots(self) -> Slots:
-        return [slot for slot in slots_of(self._module) if slot[2] not in self._ignored]
-
-    def _stand_ins(self, slots: Slots) -> Mapping[int, Tensor]:
+    def _stand_ins(self, found: Survey) -> Mapping[int, Tensor]:
         """Return what computes in the place of each parameter that needs a gradient, by its id."""
         params: dict[int, tuple[str, Tensor]] = {}
-        for table, key, name in slots:
-            if table[key].requires_grad:
-                params.setdefault(id(table[key]), (name, table[key]))
+        for table, key, name in found.params:
+            param = table[key]
+            if param.requires_grad and id(param) not in params:
+                params[id(param)] = (name, param)
         trained = dict(params.values())
         is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
         if any(not p.is_leaf or is_wrapped(p) for p in trained.values()):

@@ -34,14 +34,29 @@ def run(fault: str, victim: int) -> None:
     if fault == "structure":
         module = nn.Sequential(nn.Linear(3, 2 + is_victim), nn.Linear(3, 2) if is_victim else nn.Tanh())
         compat.DistributedDataParallel(module)
-    module = nn.Sequential(Failing(), nn.BatchNorm1d(2, track_running_stats=fault == "other call"))
+    module = nn.Sequential(
+        Failing(), nn.BatchNorm1d(2, track_running_stats=fault in ("other call", "twin buffers"))
+    )
     wrapper = compat.DistributedDataParallel(module)
     x = torch.randn(4, 3)
+    if fault.startswith("twin"):
+        _mix_up(wrapper, x, fault == "twin buffers")
     wrapper(x).sum().backward()
     if is_victim:
         _go_wrong(fault, wrapper, x)
     for _ in range(3):
         wrapper(x).sum().backward()
+
+
+def _mix_up(wrapper: nn.Module, x: Tensor, has_buffers: bool) -> None:
+    module = nn.Sequential(Failing(), nn.BatchNorm1d(2, track_running_stats=has_buffers))
+    other = compat.DistributedDataParallel(module, bucket_cap_mb=1)
+    both = (wrapper, other)
+    for one in both:
+        one(x).sum().backward()
+    losses = [one(x).sum() for one in (both if dist.get_rank() == 0 else both[::-1])]
+    for loss in losses:
+        loss.backward()
 
 
 def _go_wrong(fault: str, wrapper: nn.Module, x: Tensor) -> None:
@@ -66,9 +81,9 @@ def _go_wrong(fault: str, wrapper: nn.Module, x: Tensor) -> None:
         (wrapper(x).sum() + wrapper.module[0].layer.weight.sum()).backward()
 
 
-def fail(fault: str, victim: int = 1, size: int = 2) -> list[processes.Outcome]:
+def fail(fault: str, victim: int = 1, size: int = 2, **env: str) -> list[processes.Outcome]:
     start = time.monotonic()
-    outcomes = processes.run(run, size, fault, victim, timeout=BOUND, FUNCPAR_TIMEOUT="1")
+    outcomes = processes.run(run, size, fault, victim, timeout=BOUND, FUNCPAR_TIMEOUT="1", **env)
     assert time.monotonic() - start < BOUND
     return outcomes
 
@@ -104,28 +119,61 @@ def test_a_rank_whose_loss_reaches_no_parameter_is_named():
     assert second.error == "SystemExit: 0"
 
 
-def test_other_calls_are_an_error_on_every_rank_at_once():
-    for outcome in fail("other call"):
-        assert (
-            "ReplicaMismatchError: DistributedDataParallel(Sequential): the ranks make different calls"
-            in (outcome.error)
-        )
-        assert "rank 0: the backward of a loss, 4 parameters" in outcome.error
-        assert "rank 1: the broadcast of buffers before forward, 24 bytes" in outcome.error
-        assert outcome.seconds < 10
+def assert_told(outcomes: list[processes.Outcome], *told: str) -> None:
+    for outcome in outcomes:
+        assert outcome.error.startswith(
+            "ReplicaMismatchError: DistributedDataParallel(Sequential): the ranks make different calls:"
+        ), outcome
+        for line in told:
+            assert line in outcome.error
+        assert outcome.error.endswith("with the same parameters, in the same order on every rank.")
+
+
+def test_other_calls_are_an_error_on_every_rank():
+    assert_told(
+        fail("other call"),
+        "rank 0: waits in the backward of a loss",
+        "rank 1: waits in the broadcast of buffers before forward",
+    )
+
+
+def test_other_calls_are_an_error_before_anything_is_sent_where_ranks_always_meet():
+    outcomes = fail("other call", TORCH_DISTRIBUTED_DEBUG="DETAIL")
+    assert_told(
+        outcomes,
+        "rank 0: the backward of a loss, 4 parameters (layout",
+        "rank 1: the broadcast of buffers before forward, 40 bytes, in wrapper 1 of the group",
+    )
 
 
 def test_other_parameters_are_an_error_on_every_rank():
-    for outcome in fail("frozen"):
-        assert "rank 0: the backward of a loss, 4 parameters" in outcome.error
-        assert "rank 1: the backward of a loss, 3 parameters" in outcome.error
+    assert_told(
+        fail("frozen", TORCH_DISTRIBUTED_DEBUG="DETAIL"),
+        "rank 0: the backward of a loss, 4 parameters",
+        "rank 1: the backward of a loss, 3 parameters",
+    )
 
 
 def test_a_parameter_that_one_rank_alone_uses_outside_of_forward_is_an_error_on_every_rank():
-    for outcome in fail("outside"):
-        assert "rank 1: the mean of gradients that reach parameters outside of the wrapper's forward" in (
-            outcome.error
+    assert_told(
+        fail("outside"),
+        "rank 0: waits in the backward of a loss",
+        "rank 1: waits in the mean of gradients that reach parameters outside of the wrapper's forward",
+    )
+
+
+def test_other_wrappers_at_the_same_time_are_an_error_on_every_rank():
+    for outcome in fail("twins"):
+        assert (
+            "the ranks ran backward through different wrappers at the same time.\nRun them in the same"
+            in (outcome.error)
         )
+
+
+def test_buffers_of_another_wrapper_are_not_taken():
+    first, second = fail("twin buffers")
+    assert "sent buffers of others.\nRun them in the same order on every rank" in second.error
+    assert first.error is not None
 
 
 def test_other_modules_are_listed_by_rank_and_parameter():
