@@ -134,7 +134,7 @@ def finish(peers: Peers, started: Reduction, params: Sequence[Tensor]) -> dict[i
 def is_own(grads: tuple[Tensor | None, ...], place: int) -> bool:
     """Tell whether only autograd's call of a backward holds a large gradient, which then may be written to.
 
-    What it returns may be expanded, may be one tensor for two parameters, or a tensor that a user's Function keeps.
+    Other gradients may be expanded, be one tensor for two parameters, or one that a user's Function keeps.
     """
     grad = grads[place]
     if grad is None or grad.numel() * grad.element_size() < _LARGE:

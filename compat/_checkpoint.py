@@ -1,4 +1,4 @@
-"""Reentrant checkpoints in a wrapper's forward: what they compute again, they compute with the stand-ins too."""
+"""Reentrant checkpoints in a wrapper's forward: what is computed again is computed with the stand-ins too."""
 
 from __future__ import annotations
 

@@ -127,7 +127,8 @@ class _Waiting:
         if not isinstance(result, Tensor) or result.numel() != size:
             shape = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
             raise ValueError(
-                f"{self._call}: the communication hook's future holds {shape}, not a tensor of {size} numbers.\n"
+                f"{self._call}: the communication hook's future holds {shape}, not a tensor of {size} "
+                f"numbers.\n"
                 f"Return one that has the shape of bucket.buffer()."
             )
         parts = torch.split(result.reshape(-1), [p.numel() for p in self._params])

@@ -45,8 +45,8 @@ class DistributedDataParallel(_Base):  # type: ignore[misc]
     ``create_graph=True`` and torch.func's transforms, to any order: the mean is differentiable.
 
     A parameter that no process used keeps its ``.grad``; one that some used gets the mean, where the others
-    count as zero. Neither flag nor restriction goes with that: any branches, several forwards, parameters used
-    outside of forward on all ranks, ``requires_grad`` changed between steps. Within a forward the module's
+    count as zero. Neither flag nor restriction goes with that: any branches, several forwards, parameters
+    used outside of forward on all ranks, ``requires_grad`` changed between steps. Within a forward the module's
     parameters are tensors that share memory with the parameters; ``isinstance(p, nn.Parameter)`` holds.
 
     Args:

@@ -1,10 +1,10 @@
-"""How gradients of one wrapper's parameters pass from a loss to ``.grad``: one graph, one session per backward.
+"""How gradients pass from a loss to the parameters of a wrapper: one graph, one session per backward.
 
     parameters ── _Gathering ── _Lane, one per bucket ── stand-ins, with which forward computes
 
 In a backward each lane starts the reduction of its bucket as soon as its gradients are there; at the end
-_Gathering waits for all and hands the means on. It reaches every parameter whichever of them a loss used, so ranks
-that took other branches still make the same operations, in the order of the buckets. The stand-ins
+_Gathering waits for all and hands the means on. It reaches every parameter whichever of them a loss used, so
+ranks that took other branches still make the same operations, in the order of the buckets. The stand-ins
 outlive a forward: several forwards in one backward are one session.
 """
 
@@ -64,7 +64,7 @@ class Lanes:
         self._sessions: dict[int, Session] = {}
 
     def make_stand_ins(self) -> dict[int, Tensor]:
-        """Return what forward computes with, by id of the parameter. It keeps the lanes, they do not keep it."""
+        """Return what forward computes with, by id of the parameter; it keeps the lanes alive."""
         # A graph made under a torch.func transform would end with it.
         with temporarily_clear_interpreter_stack(), torch.enable_grad(), torch.inference_mode(False):
             return self._make_graph()
@@ -204,7 +204,7 @@ class Lanes:
         if self.peers.size * squares != total**2 and not self.peers.always_meet:
             raise fp.ReplicaMismatchError(
                 f"{self.peers.call}: the ranks ran backward through different wrappers at the same time.\n"
-                f"Run them in the same order on every rank; TORCH_DISTRIBUTED_DEBUG=DETAIL shows who ran what."
+                f"Run them in the same order on every rank; TORCH_DISTRIBUTED_DEBUG=DETAIL shows the calls."
             )
         return [found.pop(k) if count else None for k, count in enumerate(counts)]
 

@@ -69,7 +69,7 @@ def copy_from(peers: Peers, source: int, tensors: Sequence[Tensor]) -> None:
 
 
 def take_buffers(peers: Peers, places: Places, agreed: set[int]) -> None:
-    """Put the buffers of the first rank that takes part into their places, as new tensors where values differ.
+    """Put the first active rank's buffers into their places, as new tensors where values differ.
 
     A graph may hold the old ones: two forwards before one backward stay right. Sizes that all ranks have
     agreed on before need no meeting; then a mark beside the values tells whether they are the right ones.
@@ -89,8 +89,9 @@ def take_buffers(peers: Peers, places: Places, agreed: set[int]) -> None:
         return
     if not torch.equal(mark, received):
         raise fp.ReplicaMismatchError(
-            f"{peers.call}: the ranks ran forward of different wrappers at the same time, and sent buffers of "
-            f"others.\nRun them in the same order on every rank; TORCH_DISTRIBUTED_DEBUG=DETAIL shows who ran what."
+            f"{peers.call}: the ranks ran forward of different wrappers at the same time, and sent buffers "
+            f"of others.\n"
+            f"Run them in the same order on every rank; TORCH_DISTRIBUTED_DEBUG=DETAIL shows the calls."
         )
     changed = {id(o): v for o, v in zip(old, values, strict=True) if not torch.equal(o, v)}
     for table, key, _ in places:

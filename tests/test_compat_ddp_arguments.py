@@ -77,11 +77,11 @@ def torn() -> nn.Module:
 REFUSED = [
     (lambda: abs, {}, TypeError, r"builtin_function_or_method is not an nn.Module.\nGive a module."),
     (mlp, {"mixed_precision": 1}, NotImplementedError, r"mixed_precision is not supported.*torch.autocast"),
-    (mlp, {"bucket_cap_mb_list": [1]}, NotImplementedError, r"bucket_cap_mb_list is not supported.*bucket_cap_mb"),
+    (mlp, {"bucket_cap_mb_list": [1]}, NotImplementedError, r"bucket_cap_mb_list is not supported"),
     (mlp, {"param_to_hook_all_reduce": 1}, ValueError, r"go together.\nGive both or neither"),
     (mlp, {"process_group": 1, "device_mesh": 1}, ValueError, r"both name the ranks.\nGive one of them"),
     (mlp, {"bucket_cap_mb": 0}, ValueError, r"bucket_cap_mb=0 holds nothing.\nGive a size in MiB"),
-    (mlp, {"device_ids": [0]}, ValueError, r"device_ids=\[0\], output_device=None, and parameters on cpu.\nLeave"),
+    (mlp, {"device_ids": [0]}, ValueError, r"device_ids=\[0\], output_device=None, and parameters on cpu"),
     (lazy, {}, RuntimeError, r"1.weight, 1.bias have no shape yet.\nCall the module once"),
     (frozen, {}, RuntimeError, r"no parameter of Sequential needs a gradient.\nCall the module without it"),
     (torn, {}, ValueError, r"parameters are on cpu, meta.\nMove the module to one device type"),
@@ -157,7 +157,7 @@ def done(value: object) -> torch.futures.Future[torch.Tensor]:
     (3, r"int is not callable.\nGive hook\(state, bucket\)"),
     (lambda bucket: None, r"the hook's signature is \(bucket\).\nGive hook"),
     (lambda state, bucket: 3, r"the communication hook returned a int.\nGive hook"),
-    (lambda state, bucket: done(torch.ones(3)), r"future holds \(3,\), not a tensor of 32 numbers.\nReturn one"),
+    (lambda state, bucket: done(torch.ones(3)), r"future holds \(3,\), not a tensor of 32 numbers"),
 ])  # fmt: skip
 def test_a_wrong_hook_is_told(hook, message):
     wrapper = DDP(mlp())
