@@ -46,8 +46,9 @@ class DistributedDataParallel(_Base):  # type: ignore[misc]
 
     A parameter that no process used keeps its ``.grad``; one that some used gets the mean, where the others
     count as zero. Neither flag nor restriction goes with that: any branches, several forwards, parameters
-    used outside of forward on all ranks, ``requires_grad`` changed between steps. Within a forward the module's
-    parameters are tensors that share memory with the parameters; ``isinstance(p, nn.Parameter)`` holds.
+    used outside of forward on all ranks, ``requires_grad`` changed between steps. Within a forward the
+    module's parameters are tensors that share memory with the parameters; ``isinstance(p, nn.Parameter)``
+    holds.
 
     Args:
         module: The module, equal in structure on all ranks; its values are rank 0's afterwards.

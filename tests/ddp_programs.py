@@ -31,7 +31,8 @@ def in_two_processes(fun: Callable[[], None]) -> Callable[[], None]:
     @functools.wraps(fun)
     def test() -> None:
         for r, ended in enumerate(_ended(module)):
-            assert ended.get(name, "not run, as one before it failed") == "", f"rank {r}: {ended.get(name)}"
+            how = ended.get(name, "not run, as one before it failed")
+            assert not how, f"rank {r}: {how}"
 
     return test
 

@@ -7,7 +7,7 @@ import dataclasses
 from typing import Any
 
 import torch
-from compat_models import Result, assert_close, classifier, mlp
+from compat_models import Result, assert_close, assert_same_gradients, classifier, mlp
 from ddp_programs import (
     DDP,
     SIZE,
@@ -23,6 +23,9 @@ from ddp_programs import (
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+
+import compat
+import funcpar as fp
 
 
 @in_two_processes
@@ -241,3 +244,48 @@ def test_recurrent_tied_and_frozen_parameters() -> None:
     assert wrapper.module.out.weight is wrapper.module.embed.weight
     weights = [id(w) for w in wrapper.module.lstm._flat_weights]
     assert weights == [id(p) for p in wrapper.module.lstm.parameters()]
+
+
+@in_two_processes
+def test_two_networks_that_train_against_each_other():
+    nets = [mlp(), nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double()]
+    plain, wrapped = copy.deepcopy(nets), [DDP(net) for net in nets]
+
+    def losses(makes: Any, judges: Any, r: int) -> tuple[Tensor, Tensor]:
+        judges.requires_grad_(False)
+        fooling = judges(makes(x_of(r))).mean()
+        judges.requires_grad_(True)
+        judging = judges(makes(x_of(r)).detach()).square().mean() + judges(x_of(r + 3)[:, :2]).mean()
+        return fooling, judging
+
+    for loss in losses(*wrapped, rank()):
+        loss.backward()
+    for both in zip(*(losses(*plain, r) for r in range(SIZE)), strict=True):
+        (sum(both) / SIZE).backward()
+    for mine, theirs in zip(nets, plain, strict=True):
+        assert_same_gradients(mine, theirs)
+
+
+@in_two_processes
+def test_a_forward_that_fails_leaves_the_next_one_right():
+    wrapper = DDP(mlp())
+    try:
+        wrapper(torch.ones(2, 9).double())
+    except RuntimeError as error:
+        assert "mat1 and mat2" in str(error)
+    assert all(p.is_leaf for p in wrapper.parameters())
+    check(wrapper.module)
+
+
+@in_two_processes
+def test_a_wrapper_of_devices_inside_one_of_processes():
+    class Inner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = compat.DataParallel(nn.Linear(3, 2).double(), device_ids=[0, 1])
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x)
+
+    fp.set_cpu_devices(2)
+    check(Inner())

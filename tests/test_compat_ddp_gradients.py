@@ -227,3 +227,57 @@ def test_scaled_losses_weight_unequal_batches() -> None:
     (wrapper(x_of(rank(), rows[rank()])).square().mean() * share).backward()
     plain(torch.cat([x_of(r, rows[r]) for r in range(SIZE)])).square().mean().backward()
     assert_same_gradients(module, plain)
+
+
+@in_two_processes
+def test_second_derivatives_are_those_of_the_mean_loss():
+    module = mlp()
+    plain, wrapper = copy.deepcopy(module), DDP(module)
+    batches = [x_of(r) for r in range(SIZE)]
+    call = torch.func.functional_call
+
+    def loss(model: Any, p: Any, x: Tensor) -> Tensor:
+        return call(model, p, (x,)).square().mean()
+
+    params = {name: p.detach() for name, p in module.named_parameters()}
+    below = {f"module.{name}": p for name, p in params.items()}
+    mine = torch.func.hessian(lambda p: loss(wrapper, p, batches[rank()]))(below)
+    theirs = torch.func.hessian(lambda p: sum(loss(plain, p, x) for x in batches) / SIZE)(params)
+    for one in params:
+        for other in params:
+            assert_close(mine[f"module.{one}"][f"module.{other}"], theirs[one][other])
+
+    products = []
+    for model, value in ((module, square(wrapper, rank())), (plain, mean_loss(plain))):
+        grads = torch.autograd.grad(value, list(model.parameters()), create_graph=True)
+        vectors = [torch.ones_like(g) for g in grads]
+        products.append(torch.autograd.grad(grads, list(model.parameters()), vectors))
+    assert_close(*products)
+
+
+@in_two_processes
+def test_backward_twice_and_for_some_inputs_alone():
+    module = mlp()
+    plain, wrapper = copy.deepcopy(module), DDP(module)
+    for m, loss in ((module, square(wrapper, rank())), (plain, mean_loss(plain))):
+        loss.backward(retain_graph=True)
+        loss.backward(retain_graph=True)
+        loss.backward(inputs=[m[0].weight])
+    assert_same_gradients(module, plain)
+
+
+@in_two_processes
+def test_an_optimizer_that_steps_in_backward_sees_the_mean():
+    module = mlp()
+    plain, wrapper = copy.deepcopy(module), DDP(module)
+
+    def step(p: Tensor) -> None:
+        p.data.sub_(p.grad, alpha=0.1)
+        p.grad = None
+
+    for p in module.parameters():
+        p.register_post_accumulate_grad_hook(step)
+    square(wrapper, rank()).backward()
+    mean_loss(plain).backward()
+    for mine, theirs in zip(module.parameters(), plain.parameters(), strict=True):
+        assert_close(mine.detach(), theirs.detach() - 0.1 * theirs.grad)
