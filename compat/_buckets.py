@@ -9,10 +9,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, _utils
 
 from compat._peers import Kind, Peers
 
+_flatten: Any = _utils._flatten_dense_tensors
+_unflatten: Any = _utils._unflatten_dense_tensors
 _ROOMY = (torch.float32, torch.float64)
 _LARGE = 2 << 20  # Bytes. Above it a copy into and out of a flat tensor costs more than one more operation.
 
@@ -86,29 +88,34 @@ def start(
     started = Reduction(share=share)
     if bucket.is_sparse:
         started = _start_sparse(peers, bucket.places[0], params, grads, share)
-    more = torch.tensor(extra, device=peers.device)
-    pieces = []
+    pieces: list[Tensor] = []
     for k in () if bucket.is_sparse else bucket.places:
+        param = params[k]
         grad, is_own = grads.get(k, (None, False))
-        if params[k].numel() * params[k].element_size() < _LARGE:
+        if param.numel() * param.element_size() < _LARGE:
             started.small.append(k)
-            pieces.append(_line(params[k], torch.zeros_like(params[k]) if grad is None else grad))
+            grad = torch.zeros_like(param) if grad is None else grad
+            is_plain = grad.layout is torch.strided and param.is_contiguous()
+            pieces.append(grad if is_plain else _line(param, grad))
         else:
-            total = _writable(params[k], grad, is_own, share)
+            total = _writable(param, grad, is_own, share)
             started.grads[k] = total
-            started.works.append(peers.all_reduce(_line(params[k], total), Kind.BACKWARD))
+            started.works.append(peers.all_reduce(_line(param, total), Kind.BACKWARD))
+    dtype = pieces[0].dtype if pieces else None
+    more = torch.tensor(extra, dtype=dtype if dtype in _ROOMY else torch.float32, device=peers.device)
+    if dtype in _ROOMY and extra:
+        pieces.append(more)
     if pieces:
-        started.flat = torch.cat(pieces)
-        if started.flat.dtype not in _ROOMY:
-            started.flat.div_(share)  # Their sum may be too large.
-        if extra and started.flat.dtype in (torch.float32, torch.float64):
-            started.flat = torch.cat([started.flat, more.to(started.flat.dtype)])
-            more = started.flat[-len(extra) :]
-        started.works.append(peers.all_reduce(started.flat, Kind.BACKWARD))
+        started.flat = flat = _flatten(pieces)
+        if dtype not in _ROOMY:
+            flat.div_(share)  # Their sum may be too large.
+        started.works.append(peers.all_reduce(flat, Kind.BACKWARD))
+        if dtype in _ROOMY and extra:
+            started.extra = flat[-len(extra) :]
+            return started
     if extra:
         started.extra = more
-        if more._base is None:
-            started.works.append(peers.all_reduce(more, Kind.BACKWARD))
+        started.works.append(peers.all_reduce(more, Kind.BACKWARD))
     return started
 
 
@@ -116,16 +123,17 @@ def finish(peers: Peers, started: Reduction, params: Sequence[Tensor]) -> dict[i
     """Wait for a bucket; return its mean gradients by place, each in memory of its own."""
     for work in started.works:
         peers.wait(work, Kind.BACKWARD)
-    if started.flat is not None and started.small:
-        sizes = [params[k].numel() for k in started.small]
-        parts = torch.split(started.flat[: sum(sizes)], sizes)
-        if all(params[k].is_contiguous() for k in started.small) and started.flat.dtype in _ROOMY:
-            views = [part.view(params[k].shape) for part, k in zip(parts, started.small, strict=True)]
-            own = list(torch._foreach_div(views, float(started.share)))
+    if started.flat is not None:
+        small = [params[k] for k in started.small]
+        is_roomy = started.flat.dtype in _ROOMY
+        if is_roomy and all(param.is_contiguous() for param in small):
+            own = list(torch._foreach_div(_unflatten(started.flat, small), float(started.share)))
         else:
-            own = [torch.empty_like(params[k]) for k in started.small]
+            sizes = [param.numel() for param in small]
+            own = [torch.empty_like(param) for param in small]
+            parts = torch.split(started.flat[: sum(sizes)], sizes)
             torch._foreach_copy_([_line(t, t) for t in own], list(parts))
-            if started.flat.dtype in _ROOMY:
+            if is_roomy:
                 torch._foreach_div_(own, float(started.share))
         started.grads.update(zip(started.small, own, strict=True))
     return started.grads
