@@ -9,6 +9,7 @@ torch.Size([5, 2])
 from compat import _functional as _functional
 from compat._data_parallel import DataParallel as DataParallel
 from compat._data_parallel import data_parallel as data_parallel
+from compat._distributed import DistributedDataParallel as DistributedDataParallel
 from compat._gather import gather as gather
 from compat._install import install as install
 from compat._install import uninstall as uninstall

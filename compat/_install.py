@@ -11,6 +11,7 @@ import torch
 from torch.nn.parallel import scatter_gather
 
 from compat._data_parallel import DataParallel, data_parallel
+from compat._distributed import DistributedDataParallel
 from compat._gather import gather
 from compat._parallel_apply import parallel_apply
 from compat._replicate import replicate
@@ -18,6 +19,7 @@ from compat._scatter import scatter, scatter_kwargs
 
 _TORCH: dict[str, Any] = {
     "DataParallel": torch.nn.DataParallel,
+    "DistributedDataParallel": torch.nn.parallel.DistributedDataParallel,
     "data_parallel": torch.nn.parallel.data_parallel,
     "parallel_apply": torch.nn.parallel.parallel_apply,
     "replicate": torch.nn.parallel.replicate,
@@ -27,6 +29,7 @@ _TORCH: dict[str, Any] = {
 }
 _OURS: dict[str, Any] = {
     "DataParallel": DataParallel,
+    "DistributedDataParallel": DistributedDataParallel,
     "data_parallel": data_parallel,
     "parallel_apply": parallel_apply,
     "replicate": replicate,
@@ -34,8 +37,9 @@ _OURS: dict[str, Any] = {
     "scatter_kwargs": scatter_kwargs,
     "gather": gather,
 }
-# torch's DistributedDataParallel keeps torch's own functions.
-_LEFT_ALONE = ("compat", "torch.nn.parallel.distributed")
+_CLASSES = ("DataParallel", "DistributedDataParallel")
+# Objects of torch's own class call torch's functions, where that is defined.
+_OWN = "torch.nn.parallel.distributed"
 
 
 @dataclass(slots=True)
@@ -53,12 +57,12 @@ def install() -> None:
     """Put compat's names in the place of torch's: torch.nn.DataParallel and those of torch.nn.parallel.
 
     Replaced are the names in torch's modules and in every module that has imported one before, under
-    whatever name; classes that derive from torch's DataParallel derive from compat's then. Objects that
+    whatever name; classes that derive from one of torch's two derive from compat's then. Objects that
     exist already stay what they are, and so do references from elsewhere than a module (a list, a default
     value). Doing it twice does nothing.
 
     Raises:
-        RuntimeError: A class that derives from torch's DataParallel cannot be given another base.
+        RuntimeError: A class that derives from one of torch's cannot be given another base.
 
     Example:
         >>> import compat, torch
@@ -73,13 +77,14 @@ def install() -> None:
     if _changes is not None:
         return
     changes = _Changes()
-    _rebase(changes)
+    for name in _CLASSES:
+        _rebase(changes, name)
     replacements = {id(_TORCH[name]): _OURS[name] for name in _TORCH}
     for module in list(sys.modules.values()):
-        if not isinstance(module, types.ModuleType) or _is_left_alone(module.__name__):
+        if not isinstance(module, types.ModuleType) or _is_compat(module.__name__):
             continue
         for name, value in list(vars(module).items()):
-            if id(value) in replacements:
+            if id(value) in replacements and (module.__name__ != _OWN or name in _CLASSES):
                 new = replacements[id(value)]
                 changes.names.append((module, name, value, new))
                 setattr(module, name, new)
@@ -106,23 +111,23 @@ def uninstall() -> None:
     _changes = None
 
 
-def _is_left_alone(name: str) -> bool:
-    return any(name == one or name.startswith(one + ".") for one in _LEFT_ALONE)
+def _is_compat(name: str) -> bool:
+    return name == "compat" or name.startswith("compat.")
 
 
-def _rebase(changes: _Changes) -> None:
-    original = _TORCH["DataParallel"]
+def _rebase(changes: _Changes, name: str) -> None:
+    original, ours = _TORCH[name], _OURS[name]
     for cls in original.__subclasses__():
-        if cls is DataParallel:
+        if cls is ours:
             continue
         bases = cls.__bases__
         try:
-            cls.__bases__ = tuple(DataParallel if base is original else base for base in bases)
+            cls.__bases__ = tuple(ours if base is original else base for base in bases)
         except TypeError as error:
             for changed, before in changes.bases:
                 changed.__bases__ = before
             raise RuntimeError(
-                f"compat.install: {cls.__module__}.{cls.__qualname__} derives from torch's DataParallel "
+                f"compat.install: {cls.__module__}.{cls.__qualname__} derives from torch's {name} "
                 f"already, and cannot be given another base ({error}).\n"
                 f"Call compat.install() before that module is imported."
             ) from error
