@@ -73,7 +73,7 @@ def test_processes_go_on_after_a_call_that_failed_in_one_of_them():
 
 MESSAGES = {
     "shape": r"pmap\(<lambda>\): the processes give different structures, shapes or numbers:\n"
-    r"  p\['b'\]  float32\[1\] in process 0, float32\[2\] in process 1\nBuild the same model in every process",
+    r"  p\['b'\]  float32\[1\] in process 0, float32\[2\] in process 1\nBuild the same model in every",
     "structure": r"  p\['more'\]  missing in process 0, float32\[1\] in process 1",
     "number": r"  lr  0\.1 in process 0, 0\.2 in process 1",
     "broadcast": r"\n  values\['w'\]  float32\[3\] in process 0, float64\[3\] in process 1",
