@@ -23,6 +23,7 @@ from torch import Tensor
 from torch._C import _functorch
 from torch.autograd import forward_ad
 
+from funcpar import _streams
 from funcpar._graph import ROOT, Gradient, apply, is_smooth, is_wrapped, reach
 from funcpar._group import Call, Shard, call_site, find, live
 from funcpar._maps import Extremum, Map, Sum
@@ -172,7 +173,7 @@ def _here_too(columns: Iterable[Sequence[Tensor]], shard: Shard) -> Iterable[Seq
     device = shard.device
     if device.is_cpu:
         return columns
-    return [[value.to(device.torch_device, non_blocking=True) for value in column] for column in columns]
+    return [[_streams.bring(value, device.torch_device) for value in column] for column in columns]
 
 
 def _room_for(leaf: Tensor) -> Room | None:
@@ -190,7 +191,8 @@ def _directly(shard: Shard, request: Request, wanted: Map, leaves: list[Tensor])
         )
     call = request.call(wanted, leaves)
     brought = shard.group.exchange(shard.rank, call, leaves)
-    outs = [wanted.output(shard.rank, column) for column in zip(*brought, strict=True)]
+    columns = _here_too(zip(*brought, strict=True), shard)
+    outs = [wanted.output(shard.rank, column) for column in columns]
     shard.group.exchange(shard.rank, call, None)
     return outs
 
@@ -261,7 +263,7 @@ class _Traced(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         ctx.request, ctx.wanted, *leaves = inputs
-        ctx.kinds = [(leaf.shape, leaf.dtype) for leaf in leaves]
+        ctx.kinds = [(leaf.shape, leaf.dtype, leaf.device) for leaf in leaves]
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Gradient) -> tuple[Gradient, ...]:
@@ -270,8 +272,8 @@ class _Traced(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, _: None, __: None, *tangents: Gradient) -> tuple[Gradient, ...]:
         given = [
-            torch.zeros(shape, dtype=dtype) if tangent is None else tangent
-            for tangent, (shape, dtype) in zip(tangents, ctx.kinds, strict=True)
+            torch.zeros(shape, dtype=dtype, device=device) if tangent is None else tangent
+            for tangent, (shape, dtype, device) in zip(tangents, ctx.kinds, strict=True)
         ]
         places = [k for k, tangent in enumerate(given) if is_smooth(tangent)]
         name = f"the tangent of {ctx.request.name}"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, TypeAlias
 
-from funcpar import _functional, _random
+import torch
+
+from funcpar import _functional, _random, _streams
 from funcpar._devices import Device
 from funcpar._errors import CollectiveTimeoutError, ReplicaMismatchError, ShardAborted
 from funcpar._group import Group, Shard, current, entered
@@ -38,8 +40,15 @@ class Frame:
     funs: Sequence[Callable[..., Any]] = ()
     name_of: Callable[[int], str] | None = None
 
-    def run(self, bodies: Sequence[Body]) -> list[Any]:
+    @property
+    def is_cpu(self) -> bool:
+        """Whether the shards share memory with the caller, so that there is nothing to copy or to order."""
+        return self.devices[0].is_cpu
+
+    def run(self, bodies: Sequence[Body], near: Iterable[torch.device] = ()) -> list[Any]:
         """Run one body per shard and return their values in rank order.
+
+        ``near`` are other accelerators that hold what the bodies read.
 
         One body runs right here, as plain code would. So do several, one after another, when this
         is a shard already: its device is the only one they may use.
@@ -47,16 +56,22 @@ class Frame:
         size = len(bodies)
         inside = current() is not None
         levels = num_levels() if is_transformed() else None
-        group = Group(self.axis, size, self.weights, serial=inside and size > 1, levels=levels)
+        group = Group(
+            self.axis, size, self.weights, serial=inside and size > 1, levels=levels, ordered=not self.is_cpu
+        )
         shards = [Shard(group, rank, device) for rank, device in enumerate(self.devices)]
         if size == 1 or inside:
             return [self._here(body, shard) for body, shard in zip(bodies, shards, strict=True)]
         _random.install()
         wrapped = [self._wrap(body, shard) for body, shard in zip(bodies, shards, strict=True)]
-        outcomes = run(self.devices, wrapped, group.abort)
+        order = None if self.is_cpu else _streams.Order(self.devices, near)
+        outcomes = run(self.devices, wrapped, group.abort, order)
         if any(outcome.error is not None for outcome in outcomes):
             self._raise(outcomes)
-        return [outcome.value for outcome in outcomes]
+        values = [outcome.value for outcome in outcomes]
+        if not self.is_cpu:
+            _streams.received(values)
+        return values
 
     def _wrap(self, body: Body, shard: Shard) -> Body:
         stream = self.streams[shard.rank]
@@ -74,7 +89,10 @@ class Frame:
 
     def _here(self, body: Body, shard: Shard) -> Any:
         try:
-            return _surround(body, shard)
+            if shard.device.is_cpu:
+                return _surround(body, shard)
+            with _streams.at(shard.device):
+                return _surround(body, shard)
         except BaseException as error:
             error.add_note(self._place(shard.rank))
             raise

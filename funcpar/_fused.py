@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcpar import tree
+from funcpar import _streams, tree
 from funcpar._frame import Frame
 from funcpar._grad import Evaluation, GradientFunction, handled
 from funcpar._graph import Gradient
@@ -91,14 +91,14 @@ class Fused:
     def run(self) -> Any:
         """Return what the gradient function would return for the whole."""
         size = len(self.split.devices)
-        if size == 1 and not self.gradient.has_aux:
+        if size == 1 and not self.gradient.has_aux and self.frame.is_cpu:
             args, kwargs = self.split.rebuild(self.split.leaves[0])
             return self.frame.run([lambda: self.fun(*args, **kwargs)])[0]
         self.found = [None] * size
         answers = call_shards(
             self.frame, [functools.partial(self._body, rank) for rank in range(size)], self.split.leaves
         )
-        structures = [aux for _, aux, _ in self.found]
+        structures = [aux for _, aux, *_ in self.found]
         count = structures[0].num_leaves
         values = [answer[0] for answer in answers]
         auxes = [
@@ -117,7 +117,7 @@ class Fused:
             found: Evaluation = self.fun(*args, **kwargs)
         aux_leaves, aux_spec = tree.flatten(found.aux)
         axes = self._axes(found, leaves)
-        self.found[rank] = (found, aux_spec, axes)
+        self.found[rank] = (found, aux_spec, axes, self._places(found, leaves))
         shared, own, _ = self._sum(found, axes)
         row = [theirs if mine is None else mine for theirs, mine in zip(shared, own, strict=True)]
         return [found.value, *self.split.marked(leaves, aux_leaves), *row]
@@ -169,6 +169,9 @@ class Fused:
                 whole = value, gradient.finish(found.leaves, [self.totals.get(k) for k in range(len(axes))])
             call = Call(gradient.call, "result", call_site())
             found.value, grads = shard.group.exchange(shard.rank, call, whole, limited=False)[0]
+            if not shard.device.is_cpu:
+                place = shard.device.torch_device
+                found.value, *grads = [g if g is None else _streams.bring(g, place) for g in (found.value, *grads)]
             mine = gradient.finish(found.leaves, own)
             return gradient.answer(
                 found, [g if axis is None else m for g, m, axis in zip(grads, mine, axes, strict=True)]
@@ -189,17 +192,35 @@ class Fused:
         known = {id(leaf): axis for leaf, axis in zip(leaves, self.split.axes, strict=True)}
         return [known.get(id(leaf)) for leaf in found.leaves]
 
+    def _places(self, found: Evaluation, leaves: list[Any]) -> list[int | None]:
+        """Return the place among all arguments of each differentiated leaf, on accelerators."""
+        known = {} if self.frame.is_cpu else {id(leaf): k for k, leaf in enumerate(leaves)}
+        return [known.get(id(leaf)) for leaf in found.leaves]
+
     def _gradients(self, rows: Sequence[list[Gradient]]) -> list[Gradient]:
         """Return the gradient of each leaf: a sum over shards, or the rows of all."""
-        first, _, axes = self.found[0]
+        first, _, axes, _ = self.found[0]
         whole = [self.totals.get(k) for k in range(len(axes))]
+        if not self.frame.is_cpu:
+            _streams.received(whole)
         for k, axis in enumerate(axes):
             column = [row[k] for row in rows]
             if axis is None and whole[k] is None:
                 whole[k] = add_up(column)
             elif axis is not None:
-                leaves = [found.leaves[k] for found, _, _ in self.found]
+                leaves = [found.leaves[k] for found, *_ in self.found]
                 parts: list[Any] = self.gradient.finish(leaves, column)
                 if isinstance(parts[0], Tensor):
                     whole[k] = torch.cat([part.to(parts[0].device) for part in parts], axis)
-        return self.gradient.finish(first.leaves, whole)
+        whole = self.gradient.finish(first.leaves, whole)
+        return whole if self.frame.is_cpu else self._at_home(whole)
+
+    def _at_home(self, grads: list[Gradient]) -> list[Gradient]:
+        """Return the gradients where the caller's arguments live."""
+        homes = [
+            None if leaf is None else self.split.whole[leaf] for leaf in self.found[0][3]
+        ]
+        return [
+            _streams.home(grad, home.device) if grad is not None and isinstance(home, Tensor) else grad
+            for grad, home in zip(grads, homes, strict=True)
+        ]

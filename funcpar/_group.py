@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from funcpar import _streams
 from funcpar._devices import Device
 from funcpar._errors import CollectiveTimeoutError, ReplicaMismatchError, ShardAborted, UnboundAxisError
 
@@ -67,6 +68,7 @@ class Group:
         serial: The shards run one after another in one thread, so they cannot meet.
         levels: How many torch.func transforms surround the call; None if it is not transformed, nor
             under a dual level. If it is, the shards share the caller's graph.
+        ordered: Whether shards that meet must also be ordered on their accelerators.
     """
 
     def __init__(
@@ -76,12 +78,14 @@ class Group:
         weights: Sequence[float] | None = None,
         serial: bool = False,
         levels: int | None = None,
+        ordered: bool = False,
     ) -> None:
         self.name = name
         self.size = size
         self.weights = weights
         self.serial = serial
         self.levels = levels
+        self.ordered = ordered
         self._lock = _thread.allocate_lock()
         self._waiting: dict[int, tuple[Call, Any]] = {}
         self._returned: set[int] = set()
@@ -108,6 +112,12 @@ class Group:
                 f"{call}: the shards of this call run one after another, since it was made inside "
                 f"another shard, and cannot meet.\nMake the call outside of the shard."
             )
+        if self.ordered:
+            marked = value, _streams.mark()
+            return _streams.meet(self._exchange(rank, call, marked, limited), rank)
+        return self._exchange(rank, call, value, limited)
+
+    def _exchange(self, rank: int, call: Call, value: Any, limited: bool) -> list[Any]:
         with self._lock:
             self._check(rank, call)
             if self._failure is not None:

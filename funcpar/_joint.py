@@ -19,12 +19,15 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from funcpar import _streams
+from funcpar._allreduce import reduce_across
 from funcpar._depends import check_closed_over, depended_on, sequence_number
 from funcpar._exchange import complete, recording
 from funcpar._frame import Frame
 from funcpar._graph import ROOT, Gradient, apply, owned, refuse_hidden
 from funcpar._group import Call, current
 from funcpar._reduce import add_up, reduce_share
+from funcpar._transfer import Transfer
 from funcpar._world import is_transformed
 
 Leafwise: TypeAlias = Callable[[list[Any]], list[Any]]
@@ -77,9 +80,13 @@ def call_shards(frame: Frame, bodies: Sequence[Leafwise], inputs: Sequence[list[
     """Run ``bodies[i](inputs[i])`` as shard i: lists of leaves to lists of leaves, differentiable."""
     shared = _shared(inputs)
     versions = [leaf._version for _, leaf in shared]
-    answers = _call_shards(frame, bodies, inputs)
+    nested = len(bodies) == 1 and current() is not None  # Part of the graph of the shard around it.
+    is_graph = nested or is_transformed()
+    transfer = None if frame.is_cpu else Transfer(frame.devices, inputs, is_graph)
+    answers = _call_shards(frame, bodies, inputs, is_graph, transfer)
+    written = () if transfer is None else transfer.written()
     for (k, leaf), version in zip(shared, versions, strict=True):
-        if leaf._version != version:
+        if leaf._version != version or id(leaf) in written:
             name = frame.name_of(k) if frame.name_of else f"a tensor of shape {tuple(leaf.shape)}"
             raise ValueError(
                 f"{frame.where}: {name}, which the shards share, was written to in place by the function, "
@@ -100,11 +107,19 @@ def _shared(inputs: Sequence[list[Any]]) -> list[tuple[int, Tensor]]:
     ]  # fmt: skip
 
 
-def _call_shards(frame: Frame, bodies: Sequence[Leafwise], inputs: Sequence[list[Any]]) -> list[list[Any]]:
-    nested = len(bodies) == 1 and current() is not None  # Part of the graph of the shard around it.
-    if nested or not torch.is_grad_enabled() or is_transformed():
+def _call_shards(
+    frame: Frame,
+    bodies: Sequence[Leafwise],
+    inputs: Sequence[list[Any]],
+    is_graph: bool,
+    transfer: Transfer | None,
+) -> list[list[Any]]:
+    if not is_graph and torch.is_grad_enabled():
+        return _call_joined(frame, bodies, inputs, _Sources(), [None] * len(bodies), transfer)
+    if transfer is None:
         return frame.run([partial(body, leaves) for body, leaves in zip(bodies, inputs, strict=True)])
-    return _call_joined(frame, bodies, inputs, _Sources(), [None] * len(bodies))
+    brought = [transfer.bringing(rank, body) for rank, body in enumerate(bodies)]
+    return frame.run([partial(body, leaves) for body, leaves in zip(brought, inputs, strict=True)], transfer.near)
 
 
 def _call_joined(
@@ -113,6 +128,7 @@ def _call_joined(
     inputs: Sequence[list[Any]],
     sources: _Sources,
     before: Sequence[Piece | None],
+    transfer: Transfer | None = None,
 ) -> list[list[Any]]:
     """Run the bodies on stand-ins, and make what they return part of the caller's graph.
 
@@ -123,9 +139,13 @@ def _call_joined(
         {k: sources.index(leaf) for k, leaf in enumerate(leaves) if _needs_gradient(leaf)}
         for leaves in inputs
     ]
-    answers = frame.run(
-        [partial(_on_stand_ins, frame, *each) for each in zip(bodies, inputs, places, before, strict=True)]
-    )
+    tasks: list[Any] = [
+        partial(_on_stand_ins, frame, *each) for each in zip(bodies, places, before, strict=True)
+    ]
+    if transfer is not None:
+        tasks = [transfer.bringing(rank, task) for rank, task in enumerate(tasks)]
+    near = () if transfer is None else transfer.near
+    answers = frame.run([partial(task, leaves) for task, leaves in zip(tasks, inputs, strict=True)], near)
     pieces = [piece for _, piece in answers]
     seen: set[Any] = set()
     for piece in pieces:
@@ -147,7 +167,7 @@ def _call_joined(
 
 
 def _on_stand_ins(
-    frame: Frame, body: Leafwise, leaves: list[Any], places: dict[int, int], before: Piece | None
+    frame: Frame, body: Leafwise, places: dict[int, int], before: Piece | None, leaves: list[Any]
 ) -> tuple[list[Any], Piece]:
     """Run one body on stand-ins for the leaves at ``places``, in a shard, and keep its graph."""
     stands: dict[int, Tensor] = {}
@@ -205,11 +225,18 @@ class _Graphs:
 
         def backward(piece: Piece, given: list[Gradient]) -> None:
             row: list[Gradient] = [None] * len(wanted)
+            _streams.received(given)
             _pull_piece(piece, wanted, row, given, keep=keep or piece.is_shared, create=False)
             sum_over_shards(row, totals)
 
         self.frame.run([partial(backward, *each) for each in zip(self.pieces, cotangents, strict=True)])
-        return [totals.get(k) for k in range(len(wanted))]
+        if not self.frame.is_cpu:
+            _streams.received(totals)
+        return [self._at_home(k, totals.get(k)) for k in range(len(wanted))]
+
+    def _at_home(self, k: int, grad: Gradient) -> Gradient:
+        """Return the gradient of a source where the source lives."""
+        return grad if grad is None else _streams.home(grad, self.sources[k].device)
 
     def _pull_joined(self, cotangents: list[list[Gradient]], wanted: Sequence[bool]) -> list[Gradient]:
         """The same, as part of a graph that leads to the sources and the cotangents."""
@@ -226,7 +253,7 @@ class _Graphs:
 
         bodies = [partial(backward, piece) for piece in self.pieces]
         rows = _call_joined(self.frame, bodies, cotangents, _Sources(self.sources), self.pieces)
-        return [add_up([row[k] for row in rows]) for k in range(len(wanted))]
+        return [self._at_home(k, add_up([row[k] for row in rows])) for k in range(len(wanted))]
 
 
 def _pull_piece(
@@ -278,5 +305,7 @@ def sum_over_shards(row: list[Gradient], totals: dict[int, Gradient], ready: boo
     )
     if not all(theirs for _, _, theirs in brought):
         return False
-    reduce_share([theirs for theirs, _, _ in brought], brought[0][1], shard.rank, totals)
+    rows = [theirs for theirs, _, _ in brought]
+    if shard.device.is_cpu or not reduce_across(shard, rows, totals):
+        reduce_share(rows, brought[0][1], shard.rank, totals)
     return True

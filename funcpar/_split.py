@@ -108,18 +108,6 @@ def cut(leaves: list[Any], axes: list[int | None], sizes: list[int]) -> list[lis
     return shards
 
 
-def place(shards: list[list[Any]], devices: Sequence[Device]) -> list[list[Any]]:
-    """Copy the tensors of each shard to its accelerator; virtual CPU devices share the caller's memory."""
-    return [
-        leaves if device.is_cpu else [_on(device, leaf) for leaf in leaves]
-        for leaves, device in zip(shards, devices, strict=True)
-    ]
-
-
-def _on(device: Device, leaf: Any) -> Any:
-    return leaf.to(device.torch_device, non_blocking=True) if isinstance(leaf, Tensor) else leaf
-
-
 def _rows(leaf: Tensor, axis: int, start: int, size: int) -> Tensor:
     if leaf.is_sparse:
         return leaf.index_select(axis, torch.arange(start, start + size, device=leaf.device))

@@ -18,10 +18,11 @@ ROOT = Path(__file__).parent.parent
 LAYERS = [
     name
     for layer in (
-        "_errors _devices _nodes _prefix tree _pages _graph _equality _closure _reduce _staging",
+        "_errors _devices _streams _nodes _prefix tree _pages _graph _equality _closure _reduce _staging",
+        "_copies _transfer",
         "_jvp _world _random _workers _prefetch",
         "_references _rebind _shell _isolation _functional",
-        "_group _maps _request _exchange _differentiate _grad",
+        "_group _allreduce _maps _request _exchange _differentiate _grad",
         "_operand _collectives _gathers _permutations _batchnorm",
         "_depends _frame _joint _call",
         "_binding _split _axes _merge _fused _pmap _check",
