@@ -54,8 +54,11 @@ def reduce_across(shard: Shard, rows: Sequence[Sequence[Gradient]], totals: dict
             totals.update(zip(members, [part.clone() for part in parts], strict=True))
         for k, total in zip(large, sums[len(small) :], strict=True):
             totals[k] = total.view(_tensor(rows[0][k]).shape)
-        for k in set(range(len(rows[0]))) - set(plain):
-            totals[k] = add_up([_brought(row[k], _first_place(rows, k)) for row in rows])
+    for k in set(range(len(mine))) - set(plain):
+        # What one shard has alone, such as the gradient of its rows, stays with it.
+        owners = [rank for rank, row in enumerate(rows) if row[k] is not None]
+        if owners and shard.rank == (0 if len(owners) > 1 else owners[0]):
+            totals[k] = add_up([_brought(row[k], shard) for row in rows])
     return True
 
 
@@ -126,9 +129,5 @@ def _device(shard: Shard) -> torch.device:
     return shard.device.torch_device
 
 
-def _first_place(rows: Sequence[Sequence[Gradient]], k: int) -> torch.device | None:
-    return next((grad.device for row in rows if (grad := row[k]) is not None), None)
-
-
-def _brought(grad: Gradient, place: torch.device | None) -> Gradient:
-    return grad if grad is None or place is None or place.type == "cpu" else _streams.bring(grad, place)
+def _brought(grad: Gradient, shard: Shard) -> Gradient:
+    return grad if grad is None else _streams.bring(grad, _device(shard))

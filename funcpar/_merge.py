@@ -185,7 +185,7 @@ class Merge:
         for leaf, share in zip(column, self.shares(), strict=True):
             if share:  # A shard of weight 0 may hold 0/0.
                 # A tensor: the tangent of a 0-d tensor times a Python float would be float64.
-                term = leaf.to(column[0].device) * torch.tensor(share, dtype=real, device=column[0].device)
+                term = leaf.to(column[0].device) * torch.full((), share, dtype=real, device=column[0].device)
                 total = term if total is None else total + term
         return total
 

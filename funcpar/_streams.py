@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from funcpar._devices import Device
 
@@ -195,9 +196,13 @@ def received(given: Any) -> None:
 
 def keep(tensor: Tensor) -> None:
     """Record one tensor on this thread's stream of its device."""
+    if forward_ad._current_level >= 0:
+        tangent = forward_ad.unpack_dual(tensor).tangent  # type: ignore[no-untyped-call]
+        if tangent is not None:
+            received(tangent)
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        return  # The graph that it is part of has what it wraps.
-    if tensor.layout is torch.strided:
+        received(torch._C._functorch.get_unwrapped(tensor))
+    elif tensor.layout is torch.strided:
         runtime.keep(tensor, runtime.current_stream(tensor.device))
     elif tensor.layout is torch.sparse_coo:
         received([tensor._indices(), tensor._values()])
