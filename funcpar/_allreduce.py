@@ -1,6 +1,6 @@
-"""Sums of gradients over shards on several accelerators of one process.
+"""Sums of gradients over the shards of a call.
 
-Small gradients are packed, one tensor for each dtype; large ones go alone. Each worker brings its
+On CPUs, and where all shards are on one device, ``_reduce`` does it. On several accelerators small gradients are packed, one tensor for each dtype; large ones go alone. Each worker brings its
 part of every such tensor to its own device and sums it in the order of the ranks, so that no device
 does more than its share, and none holds more than one more gradient; the first then collects the
 parts. Where the vendor's library sums over devices (NCCL), it is asked instead.
@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from funcpar import _streams
-from funcpar._graph import Gradient
-from funcpar._group import Call, Shard
-from funcpar._reduce import add_up
+from funcpar._graph import Gradient, owned
+from funcpar._group import Call, Shard, current
+from funcpar._reduce import add_up, reduce_share
 from funcpar._transfer import pack, unpack
 
 # Gradients below so many bytes are packed.
@@ -25,7 +25,29 @@ _ALONE = 1 << 18
 _WIDE = (torch.float32, torch.float64)
 
 
-def reduce_across(shard: Shard, rows: Sequence[Sequence[Gradient]], totals: dict[int, Gradient]) -> bool:
+def sum_over_shards(row: list[Gradient], totals: dict[int, Gradient], ready: bool = True) -> bool:
+    """Bring this shard's gradients, and do this worker's share of the sums into ``totals``.
+
+    Nothing is summed, and False returned, unless all shards are ready.
+    """
+    shard = current()
+    assert shard is not None
+    if shard.group.serial:
+        totals.update({k: add_up([totals.get(k), grad]) for k, grad in enumerate(row)})
+        return True
+    reusable = owned(row) if shard.rank == 0 else []
+    brought = shard.group.exchange(
+        shard.rank, Call("the sum of gradients", None, ""), (row, reusable, ready), limited=False
+    )
+    if not all(theirs for _, _, theirs in brought):
+        return False
+    rows = [theirs for theirs, _, _ in brought]
+    if shard.device.is_cpu or not _reduce_across(shard, rows, totals):
+        reduce_share(rows, brought[0][1], shard.rank, totals)
+    return True
+
+
+def _reduce_across(shard: Shard, rows: Sequence[Sequence[Gradient]], totals: dict[int, Gradient]) -> bool:
     """Do a worker's share of ``totals[k] = sum over shards of rows[shard][k]``, on the first device.
 
     Returns:

@@ -14,7 +14,7 @@ from torch import Tensor
 from funcpar import tree
 from funcpar._binding import Argument
 from funcpar._devices import Device
-from funcpar._split import Split, cut
+from funcpar._split import Split, cut, with_sent
 from funcpar._staging import Shards, as_tree
 
 _SCALARS = (
@@ -73,7 +73,8 @@ class InAxes:
             count = max(1, min(len(devices), rows // self.min_rows))
             sizes = [rows // count + (k < rows % count) for k in range(count)]
             devices = devices[:count]
-        return Split(devices, sizes, cut(leaves, axes, sizes), axes, parts, leaves)
+        shards = with_sent(cut(leaves, axes, sizes), leaves, axes, sizes, devices)
+        return Split(devices, sizes, shards, axes, parts, leaves)
 
     def path(self, arguments: list[Argument], split: Split, k: int) -> str:
         """Return the path of a leaf of all arguments, as the user would write it."""

@@ -19,7 +19,12 @@ def computed_tensors(funs: Iterable[Callable[..., Any]]) -> list[Tensor]:
     Looks into cells, defaults, globals that the code names, bound objects, partials, containers, and
     the attributes of modules and plain objects.
     """
-    found: dict[int, Tensor] = {}
+    computed = (tensor for tensor in tensors_within(funs) if tensor.requires_grad and tensor.grad_fn is not None)
+    return list({id(tensor): tensor for tensor in computed}.values())
+
+
+def tensors_within(funs: Iterable[Callable[..., Any]]) -> Iterator[Tensor]:
+    """Iterate over all tensors there."""
     seen: set[int] = set()
     # Every object is kept until the end, so that no id is used twice.
     kept: list[Any] = list(funs)
@@ -31,11 +36,9 @@ def computed_tensors(funs: Iterable[Callable[..., Any]]) -> list[Tensor]:
         seen.add(id(item))
         kept.append(item)
         if isinstance(item, Tensor):
-            if item.requires_grad and item.grad_fn is not None:
-                found[id(item)] = item
+            yield item
         else:
             todo.extend(_within(item))
-    return list(found.values())
 
 
 def _within(item: Any) -> Iterator[Any]:

@@ -30,8 +30,8 @@ class _Entry:
     def __init__(self, ref: weakref.ref[Tensor]) -> None:
         self.ref = ref
         self.state: tuple[int, int, int] | None = None
-        # Each copy with the event after which it is there.
-        self.copies: dict[Key, tuple[Tensor, Any]] = {}
+        # Each copy with the event after which it is there, and its version, as results may be views of it.
+        self.copies: dict[Key, tuple[Tensor, Any, int]] = {}
 
 
 _entries: dict[int, _Entry] = {}
@@ -62,7 +62,25 @@ def find(tensor: Tensor, key: Key) -> tuple[Tensor, Any] | None:
         if entry.state != _state(tensor):
             entry.copies.clear()
             return None
-        return entry.copies.get(key)
+        copy, event, version = entry.copies.get(key, (None, None, 0))
+        return None if copy is None or _version(copy) != version else (copy, event)
+
+
+def take(tensor: Tensor, key: Key) -> tuple[Tensor, Any] | None:
+    """Find a copy, for its only use."""
+    found = find(tensor, key)
+    if found is not None:
+        with _lock:
+            entry = _entry(tensor)
+            if entry is not None:
+                entry.copies.pop(key, None)
+    return found
+
+
+def forget(tensor: Tensor) -> None:
+    """Forget a tensor and its copies."""
+    if _entry(tensor) is not None:
+        _entries.pop(id(tensor), None)
 
 
 def remember(tensor: Tensor, copies: dict[Key, tuple[Tensor, Any]]) -> None:
@@ -81,7 +99,7 @@ def remember(tensor: Tensor, copies: dict[Key, tuple[Tensor, Any]]) -> None:
         if entry.state != state:
             entry.copies.clear()
         entry.state = state
-        entry.copies.update(copies)
+        entry.copies.update({key: (copy, event, _version(copy)) for key, (copy, event) in copies.items()})
 
 
 class _Forget:
@@ -99,6 +117,10 @@ class _Forget:
 def _entry(tensor: Tensor) -> _Entry | None:
     entry = _entries.get(id(tensor)) if _entries else None
     return entry if entry is not None and entry.ref() is tensor else None
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _state(tensor: Tensor) -> tuple[int, int, int] | None:

@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 from funcpar import _streams, tree
+from funcpar._allreduce import sum_over_shards
 from funcpar._frame import Frame
 from funcpar._grad import Evaluation, GradientFunction, handled
 from funcpar._graph import Gradient
 from funcpar._group import Call, call_site, find
-from funcpar._joint import call_shards, sum_over_shards
+from funcpar._joint import call_shards
 from funcpar._merge import Merge
 from funcpar._reduce import add_up
 from funcpar._split import Split
@@ -91,13 +92,15 @@ class Fused:
     def run(self) -> Any:
         """Return what the gradient function would return for the whole."""
         size = len(self.split.devices)
-        if size == 1 and not self.gradient.has_aux and self.frame.is_cpu:
+        if size == 1 and not self.gradient.has_aux and self.frame.is_cpu and self.merge.donation is None:
             args, kwargs = self.split.rebuild(self.split.leaves[0])
             return self.frame.run([lambda: self.fun(*args, **kwargs)])[0]
         self.found = [None] * size
         answers = call_shards(
             self.frame, [functools.partial(self._body, rank) for rank in range(size)], self.split.leaves
         )
+        if self.merge.donation is not None:
+            self.split.leaves = []
         structures = [aux for _, aux, *_ in self.found]
         count = structures[0].num_leaves
         values = [answer[0] for answer in answers]
@@ -213,6 +216,8 @@ class Fused:
                 if isinstance(parts[0], Tensor):
                     whole[k] = torch.cat([part.to(parts[0].device) for part in parts], axis)
         whole = self.gradient.finish(first.leaves, whole)
+        if self.merge.donation is not None:
+            whole = [self.merge.donation.settle(grad) for grad in whole]
         return whole if self.frame.is_cpu else self._at_home(whole)
 
     def _at_home(self, grads: list[Gradient]) -> list[Gradient]:

@@ -20,13 +20,13 @@ import torch
 from torch import Tensor
 
 from funcpar import _streams
-from funcpar._allreduce import reduce_across
+from funcpar._allreduce import sum_over_shards
 from funcpar._depends import check_closed_over, depended_on, sequence_number
 from funcpar._exchange import complete, recording
 from funcpar._frame import Frame
-from funcpar._graph import ROOT, Gradient, apply, owned, refuse_hidden
-from funcpar._group import Call, current
-from funcpar._reduce import add_up, reduce_share
+from funcpar._graph import ROOT, Gradient, apply, refuse_hidden
+from funcpar._group import current
+from funcpar._reduce import add_up
 from funcpar._transfer import Transfer
 from funcpar._world import is_transformed
 
@@ -84,15 +84,17 @@ def call_shards(frame: Frame, bodies: Sequence[Leafwise], inputs: Sequence[list[
     is_graph = nested or is_transformed()
     transfer = None if frame.is_cpu else Transfer(frame.devices, inputs, is_graph)
     answers = _call_shards(frame, bodies, inputs, is_graph, transfer)
-    written = () if transfer is None else transfer.written()
-    for (k, leaf), version in zip(shared, versions, strict=True):
-        if leaf._version != version or id(leaf) in written:
-            name = frame.name_of(k) if frame.name_of else f"a tensor of shape {tuple(leaf.shape)}"
-            raise ValueError(
-                f"{frame.where}: {name}, which the shards share, was written to in place by the function, "
-                f"by several shards at the same time.\n"
-                f"Return the new value instead, or let each shard write to a copy of its own."
-            )
+    written = [k for (k, leaf), version in zip(shared, versions, strict=True) if leaf._version != version]
+    if transfer is not None:
+        written += transfer.written(inputs[0])
+    for k in written:
+        leaf = inputs[0][k]
+        name = frame.name_of(k) if frame.name_of else f"a tensor of shape {tuple(leaf.shape)}"
+        raise ValueError(
+            f"{frame.where}: {name}, which the shards share, was written to in place by the function, "
+            f"by several shards at the same time.\n"
+            f"Return the new value instead, or let each shard write to a copy of its own."
+        )
     return answers
 
 
@@ -287,25 +289,3 @@ def _pull_piece(
     for k, grad in zip(asked, grads, strict=False):
         which = piece.which[k]  # Twice the same where a function takes a tensor and closes over it.
         row[which] = grad if row[which] is None else add_up([row[which], grad])
-
-
-def sum_over_shards(row: list[Gradient], totals: dict[int, Gradient], ready: bool = True) -> bool:
-    """Bring this shard's gradients, and do this worker's share of the sums into ``totals``.
-
-    Nothing is summed, and False returned, unless all shards are ready.
-    """
-    shard = current()
-    assert shard is not None
-    if shard.group.serial:
-        totals.update({k: add_up([totals.get(k), grad]) for k, grad in enumerate(row)})
-        return True
-    reusable = owned(row) if shard.rank == 0 else []
-    brought = shard.group.exchange(
-        shard.rank, Call("the sum of gradients", None, ""), (row, reusable, ready), limited=False
-    )
-    if not all(theirs for _, _, theirs in brought):
-        return False
-    rows = [theirs for theirs, _, _ in brought]
-    if shard.device.is_cpu or not reduce_across(shard, rows, totals):
-        reduce_share(rows, brought[0][1], shard.rank, totals)
-    return True

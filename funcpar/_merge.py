@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from funcpar import tree
+from funcpar._donation import Donation
 from funcpar._equality import all_equal, kind, plain_lists, same_object, where_unequal
 from funcpar._errors import ReplicaMismatchError
 from funcpar._graph import holds_tensors, is_smooth, shares_memory
 from funcpar._reduce import add_up
 from funcpar._split import Split
 from funcpar._staging import Shards
+from funcpar._transfer import remember_column
 
 SPECS = ("auto", "mean", "sum", "stack", "shards")
 
@@ -33,11 +35,17 @@ class Merge:
         call: The call for messages, such as ``pmap(train_step)``.
         split: What each shard got.
         weights: Weight of each shard in a mean.
+        checked: On accelerators, what was found equal in earlier calls.
+        donation: What the call's results may use the memory of.
+        events: On accelerators, after what the results are there.
     """
 
     call: str
     split: Split
     weights: Sequence[float]
+    checked: set[Any] | None = None
+    donation: Donation | None = None
+    events: dict[torch.device, Any] = field(default_factory=dict)
 
     def trees(
         self, spec: Any, outs: Sequence[Any], gradients: Collection[int] = (), root: str = "output"
@@ -117,10 +125,15 @@ class Merge:
         if spec == "auto":
             spec = self._auto(column, path)
         if isinstance(spec, int):
-            return self._joined(spec, column, path)
-        return {"mean": self._mean, "sum": self._sum, "stack": self._stack, None: self._equal}[spec](
-            column, path
-        )
+            merged = self._joined(spec, column, path)
+        else:
+            merge = {"mean": self._mean, "sum": self._sum, "stack": self._stack, None: self._equal}[spec]
+            merged = merge(column, path)
+        if self.donation is not None:
+            merged = self.donation.settle(merged)
+        if spec is None and not self.split.devices[0].is_cpu:
+            remember_column(merged, column, self.events)
+        return merged
 
     def _auto(self, column: list[Any], path: str) -> Any:
         if all(isinstance(leaf, Tensor) for leaf in column) and not same_object(column):
@@ -128,7 +141,7 @@ class Merge:
                 return "mean"
             if self._follows_rows(column):
                 return 0
-        if not all_equal(column):
+        if not all_equal(column, path, self.checked):
             shapes = ", ".join(kind(leaf) for leaf in column)
             rows = (
                 "nothing is mapped" if self.split.rows is None else f"the shards have {self.split.rows} rows"
@@ -170,7 +183,8 @@ class Merge:
             )
         if len(column) == 1:
             return self._own(column[0])
-        return torch.cat([leaf.to(column[0].device) for leaf in column], dim)
+        parts = [leaf.to(column[0].device) for leaf in column]
+        return torch.cat(parts, dim) if self.donation is None else self.donation.joined(parts, dim)
 
     def _mean(self, column: list[Any], path: str) -> Any:
         if all(isinstance(leaf, float | complex) for leaf in column):
@@ -209,7 +223,7 @@ class Merge:
         return torch.stack([leaf.to(column[0].device) for leaf in column])
 
     def _equal(self, column: list[Any], path: str) -> Any:
-        if not all_equal(column):
+        if not all_equal(column, path, self.checked):
             raise ReplicaMismatchError(
                 f"{self.call}: {path} was promised equal on all shards and is not: "
                 f"{', '.join(kind(leaf) for leaf in column)}{where_unequal(column)}.\n"

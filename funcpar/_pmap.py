@@ -11,8 +11,9 @@ import torch._functorch.apis
 
 from funcpar import tree
 from funcpar._axes import InAxes
-from funcpar._binding import Binder, check_in_axes, static_positions
+from funcpar._binding import Argument, Binder, check_in_axes, positions
 from funcpar._devices import Device, resolve
+from funcpar._donation import Donation
 from funcpar._frame import Frame
 from funcpar._fused import Fused, gradient_within, specs_of
 from funcpar._grad import recorded
@@ -20,6 +21,7 @@ from funcpar._group import current
 from funcpar._joint import call_shards
 from funcpar._merge import Merge, check_out_axes
 from funcpar._split import Split, weights_of
+from funcpar._world import is_transformed
 
 
 def pmap(
@@ -32,6 +34,7 @@ def pmap(
     weight: Callable[..., Any] | None = None,
     min_rows: int = 1,
     static_broadcasted_argnums: int | Sequence[int] = (),
+    donate_argnums: int | Sequence[int] = (),
 ) -> Callable[..., Any]:
     """Map a function over the rows of its arguments, one shard of rows per device, all at once.
 
@@ -64,14 +67,17 @@ def pmap(
             gradients; by default its number of rows. A shard of weight 0 is left out.
         min_rows: The fewest rows worth a shard.
         static_broadcasted_argnums: Positions of arguments that every shard gets whole and as they are.
+        donate_argnums: Positions of arguments that the caller does not need again: results of the same
+            shape, dtype and device may get their memory, and using them after the call raises. If the call
+            fails they stay what they were.
 
     Returns:
         A function with the signature of ``fun``.
 
     Raises:
         TypeError: An argument is of the wrong kind, or cannot be split into rows.
-        ValueError: Mapped arguments disagree on the rows, nothing is mapped, or an output cannot be
-            merged as asked.
+        ValueError: Mapped arguments disagree on the rows, nothing is mapped, an output cannot be
+            merged as asked, or something else uses what is donated.
         ReplicaMismatchError: The shards returned different structures, or different values for
             ``out_axes=None``.
 
@@ -106,15 +112,17 @@ def pmap(
     binder = Binder(fun)
     check_in_axes(call, in_axes, binder)
     check_out_axes(call, out_axes)
+    static = positions(call, "static_broadcasted_argnums", static_broadcasted_argnums, binder)
     mapped = _Mapped(
         fun,
         call,
         axis_name,
         binder,
-        InAxes(call, in_axes, static_positions(call, static_broadcasted_argnums, binder), min_rows),
+        InAxes(call, in_axes, static, min_rows),
         out_axes,
         devices,
         weight,
+        positions(call, "donate_argnums", donate_argnums, binder),
     )
 
     @functools.wraps(fun)
@@ -146,6 +154,7 @@ class _Mapped:
         out_axes: Any,
         devices: Any,
         weight: Callable[..., Any] | None,
+        donated: frozenset[int],
     ) -> None:
         self.fun = fun
         self.call = call
@@ -155,6 +164,9 @@ class _Mapped:
         self.out_axes = out_axes
         self.devices = devices
         self.weight = weight
+        self.donated = donated
+        self.checked: set[Any] = set()
+        self.has_looked = False
         self.gradient, self.wrapped = gradient_within(fun)
         self.takes_local_gradient = _is_torch_func_gradient(fun)
         if self.gradient is not None:
@@ -167,6 +179,7 @@ class _Mapped:
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         arguments = self.binder.bind(args, kwargs)
+        donation = self._donation(arguments) if self.donated else None
         split = self.in_axes.split(arguments, self._devices(), self.devices is not None)
         split, weights = self._weigh(split)
         frame = Frame(
@@ -177,13 +190,33 @@ class _Mapped:
             funs=(self.fun,),
             name_of=lambda k: self.in_axes.path(arguments, split, k),
         )
-        merge = Merge(self.call, split, weights)
+        checked = None if frame.is_cpu else self.checked
+        answer = self._run(split, frame, Merge(self.call, split, weights, checked, donation))
+        if donation is not None:
+            donation.end()
+        return answer
+
+    def _run(self, split: Split, frame: Frame, merge: Merge) -> Any:
         if self.gradient is None:
             return self._plain(split, frame, merge, self.out_axes)
         fused = Fused(self.gradient, self.fun, split, frame, merge, self.value_spec, self.aux_spec)
         if self.wrapped:
             return self._plain(split, frame, merge, "auto", fused)
         return fused.run()
+
+    def _donation(self, arguments: list[Argument]) -> Donation:
+        if current() is not None or is_transformed():
+            raise ValueError(
+                f"{self.call}: donate_argnums in a shard, or under a torch.func transform, would take memory "
+                f"from others that use it.\nDonate in the outermost call."
+            )
+        flat = [tree.leaves_with_path(argument.value, argument.root) for argument in arguments]
+        chosen = [argument.position in self.donated for argument in arguments]
+        donation = Donation(self.call, flat, chosen)
+        if not self.has_looked:
+            donation.refuse_closed_over([self.fun])
+            self.has_looked = True
+        return donation
 
     def _devices(self) -> tuple[Device, ...]:
         shard = current()
@@ -222,6 +255,8 @@ class _Mapped:
             return split.marked(leaves, out)
 
         answers = call_shards(frame, [functools.partial(body, rank) for rank in range(size)], split.leaves)
+        if merge.donation is not None:
+            split.leaves = []
         outs = [
             tree.unflatten(spec, split.unmarked(answer)) for spec, answer in zip(specs, answers, strict=True)
         ]

@@ -13,6 +13,7 @@ from torch import Tensor
 from funcpar import tree
 from funcpar._devices import Device
 from funcpar._staging import Shards
+from funcpar._transfer import sent_rows
 from funcpar._world import is_transformed
 
 
@@ -105,6 +106,23 @@ def cut(leaves: list[Any], axes: list[int | None], sizes: list[int]) -> list[lis
                 start += size
         for shard, piece in zip(shards, pieces, strict=True):
             shard[k] = piece
+    return shards
+
+
+def with_sent(
+    shards: list[list[Any]],
+    leaves: Sequence[Any],
+    axes: Sequence[int | None],
+    sizes: Sequence[int],
+    devices: Sequence[Device],
+) -> list[list[Any]]:
+    """Put rows that are on their accelerators already, sent by prefetch, in the place of the caller's."""
+    if devices[0].is_cpu or len(sizes) == 1 or is_transformed():
+        return shards
+    for k, (leaf, axis) in enumerate(zip(leaves, axes, strict=True)):
+        if axis == 0 and isinstance(leaf, Tensor) and not leaf.requires_grad:
+            for shard, part in zip(shards, sent_rows(leaf, devices, sizes), strict=True):
+                shard[k] = shard[k] if part is None else part
     return shards
 
 

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from funcpar import _copies, _streams
+from funcpar import _copies, _graph, _streams
 from funcpar._devices import Device
 from funcpar._graph import is_wrapped
 
@@ -66,10 +66,14 @@ class Transfer:
             self._copies.setdefault(id(leaf), {}).update(sent)
             if _copies.is_known(leaf):
                 remember(leaf, sent)
+        # What only one shard of one call has, it may write to.
+        shared = [
+            key for key in common & self._copies.keys()
+            if len(self.places) > 1 or _copies.is_known(tensors[key])
+        ]  # fmt: skip
         self._versions = [
             (key, copy, copy._version)
-            for key in common & self._copies.keys() for copy in self._copies[key].values()
-            if not copy.is_inference()
+            for key in shared for copy in self._copies[key].values() if not copy.is_inference()
         ]  # fmt: skip
 
     def _look_up(self, leaf: Tensor) -> None:
@@ -95,9 +99,10 @@ class Transfer:
             return as_graph(copy, place)
         return _streams.bring(copy.detach(), place)
 
-    def written(self) -> set[int]:
-        """Return the ids of leaves whose copies, which shards or calls share, were written to."""
-        return {key for key, copy, version in self._versions if copy._version != version}
+    def written(self, leaves: Sequence[Any]) -> list[int]:
+        """Return which leaves have copies, shared by shards or calls, that were written to."""
+        changed = {key for key, copy, version in self._versions if copy._version != version}
+        return [k for k, leaf in enumerate(leaves) if id(leaf) in changed] if changed else []
 
 
 def as_graph(leaf: Tensor, place: torch.device) -> Tensor:
@@ -110,6 +115,70 @@ def as_graph(leaf: Tensor, place: torch.device) -> Tensor:
 def remember(leaf: Tensor, copies: Copies) -> None:
     """Remember copies that this thread has asked for until now."""
     _copies.remember(leaf, {place: (copy, _streams.ready_on(place)) for place, copy in copies.items()})
+
+
+def remember_column(result: Any, column: Sequence[Any], events: dict[torch.device, Any]) -> None:
+    """Remember what other shards returned as copies of the one result that the caller gets."""
+    if not isinstance(result, Tensor) or is_wrapped(result) or any(leaf is column[0] for leaf in column[1:]):
+        return
+    copies = {leaf.device: leaf.detach() for leaf in column[1:] if leaf.device != result.device}
+    if not copies:
+        return
+    for place in copies:
+        if place not in events:
+            events[place] = _streams.ready_on(place)
+    _copies.remember(result, {place: (copy, events[place]) for place, copy in copies.items()})
+
+
+def stage_leaves(leaves: Iterable[Any], devices: Sequence[Device]) -> None:
+    """Send tensors to accelerators ahead of time, and remember the copies."""
+    places = dict.fromkeys(device.torch_device for device in devices)
+    wanted = []
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            wanted.append((leaf, [p for p in places if p != leaf.device and _copies.find(leaf, p) is None]))
+    for (leaf, _), sent in zip(wanted, broadcast(wanted), strict=True):
+        remember(leaf, sent)
+
+
+def send_rows(leaves: Iterable[Any], devices: Sequence[Device]) -> None:
+    """Send each device its rows of every tensor ahead of time, as pmap will cut them."""
+    for leaf in leaves:
+        if not isinstance(leaf, Tensor) or leaf.dim() == 0 or leaf.layout is not torch.strided:
+            continue
+        count = max(1, min(len(devices), leaf.shape[0]))
+        copies: dict[Any, Tensor] = {}
+        for device, (start, size) in zip(devices, balanced(leaf.shape[0], count), strict=False):
+            key = part_key(device, start, size) if count > 1 else device.torch_device
+            copies[key] = _streams.bring(leaf.detach().narrow(0, start, size), device.torch_device)
+        events = {copy.device: _streams.ready_on(copy.device) for copy in copies.values()}
+        _copies.remember(leaf, {key: (copy, events[copy.device]) for key, copy in copies.items()})
+
+
+def sent_rows(leaf: Tensor, devices: Sequence[Device], sizes: Sequence[int]) -> list[Tensor | None]:
+    """Return what was sent of a tensor's rows, each for its only use; None where nothing was."""
+    if not _copies.is_known(leaf):
+        return [None] * len(sizes)
+    parts: list[Tensor | None] = []
+    start = 0
+    for device, size in zip(devices, sizes, strict=True):
+        found = _copies.take(leaf, part_key(device, start, size))
+        if found is not None:
+            _streams.wait(found[1], device.torch_device)
+        parts.append(None if found is None else found[0])
+        start += size
+    return parts
+
+
+def part_key(device: Device, start: int, size: int) -> tuple[torch.device, int, int]:
+    """Return what a device's rows are remembered as."""
+    return device.torch_device, start, size
+
+
+def balanced(rows: int, count: int) -> list[tuple[int, int]]:
+    """Return start and size of each of ``count`` balanced parts."""
+    sizes = [rows // count + (k < rows % count) for k in range(count)]
+    return [(sum(sizes[:k]), size) for k, size in enumerate(sizes)]
 
 
 def broadcast(wanted: Iterable[tuple[Tensor, Sequence[torch.device]]]) -> list[Copies]:
@@ -148,7 +217,8 @@ def _send_alone(leaf: Tensor, targets: Sequence[torch.device]) -> Copies:
 
 
 def _is_packable(leaf: Tensor) -> bool:
-    return type(leaf) is Tensor and leaf.layout is torch.strided and leaf.is_contiguous() and leaf.numel() > 0
+    is_plain = type(leaf) in _graph.PLAIN_TYPES and leaf.layout is torch.strided
+    return is_plain and leaf.is_contiguous() and leaf.numel() > 0
 
 
 def pack(leaves: Sequence[Tensor]) -> Tensor:

@@ -19,7 +19,7 @@ LAYERS = [
     name
     for layer in (
         "_errors _devices _streams _nodes _prefix tree _pages _graph _equality _closure _reduce _staging",
-        "_copies _transfer",
+        "_copies _transfer _donation",
         "_jvp _world _random _workers _prefetch",
         "_references _rebind _shell _isolation _functional",
         "_group _allreduce _maps _request _exchange _differentiate _grad",

@@ -1,54 +1,18 @@
-"""Every way that data takes between a caller and shards on accelerators, on the simulated one.
-
-Run as a program: prints what became of each way on each set of devices, as JSON. ``--broken wait`` and
-``--broken keep`` leave out all waits for events, or all records of tensors on streams.
-"""
+"""Every way that data takes between a caller and shards on accelerators, on the simulated one."""
 
 from __future__ import annotations
 
-import argparse
-import gc
-import json
 import threading
-from collections import Counter
-from collections.abc import Callable
-from typing import Any
 
 import simulated
 import torch
-from simulated import Stream, books
+from simulated import Stream
+from simulated_common import batch, books, close, loss, recorder, registry, weights
 from torch import nn
 
-simulated.install()
+import funcpar as fp
 
-import funcpar as fp  # noqa: E402
-from funcpar import _streams  # noqa: E402
-
-DEVICES = {"one": [0], "one twice": [0, 0], "all": [0, 1, 2], "mixed": [0, 0, 1], "others": [1, 2]}
-PROGRAMS: dict[str, Callable[[list[int]], None]] = {}
-recorder = simulated.Recorder()
-
-
-def program(fun: Callable[[list[int]], None]) -> Callable[[list[int]], None]:
-    PROGRAMS[fun.__name__] = fun
-    return fun
-
-
-def close(found: Any, wanted: Any) -> None:
-    torch.testing.assert_close(fp.tree.map(lambda t: t.cpu(), found), wanted)
-
-
-def loss(p: Any, x: Any, y: Any) -> Any:
-    return ((x @ p["w"] + p["b"]).tanh() - y).square().mean()
-
-
-def weights(requires_grad: bool = False) -> dict[str, torch.Tensor]:
-    made = {"w": torch.randn(3, 2, dtype=torch.float64), "b": torch.randn(2, dtype=torch.float64)}
-    return {name: tensor.requires_grad_(requires_grad) for name, tensor in made.items()}
-
-
-def batch(rows: int = 13) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.randn(rows, 3, dtype=torch.float64), torch.randn(rows, 2, dtype=torch.float64)
+PROGRAMS, program = registry()
 
 
 @program
@@ -377,38 +341,3 @@ def donated_parameters(devices):
         p = mapped(p, x, y)
     state = fp.pmap(lambda s: s * 2, in_axes=0, devices=devices, donate_argnums=0)
     close(state(state(x * 1)), x * 4)
-
-
-def outcome(name: str, devices: list[int]) -> dict[str, Any]:
-    torch.manual_seed(0)
-    books.clear()
-    gc.freeze()  # What is here already need not be looked through again.
-    error = ""
-    try:
-        PROGRAMS[name](devices)
-    except BaseException as raised:
-        error = f"{type(raised).__name__}: {raised}"
-    gc.collect()
-    books.is_closed = False
-    asked = Counter(entry[0] for entry in books.log)
-    return {"error": error[:2000], "races": books.races[:5], "waits": len(books.waits), "asked": dict(asked)}
-
-
-def main() -> None:
-    torch.set_num_threads(1)
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--broken", action="append", default=[])
-    parser.add_argument("--only")
-    args = parser.parse_args()
-    recorder.broken = frozenset(args.broken)
-    _streams.runtime = recorder  # type: ignore[assignment]
-    found = {
-        f"{name}, {where}": outcome(name, devices)
-        for name in PROGRAMS if not args.only or args.only in name
-        for where, devices in DEVICES.items()
-    }  # fmt: skip
-    print(json.dumps(found, indent=1))
-
-
-if __name__ == "__main__":
-    main()
