@@ -1,6 +1,7 @@
 """stage and prefetch: batches in order, made ahead, and nothing left behind."""
 
 import threading
+import time
 import weakref
 
 import pytest
@@ -129,3 +130,50 @@ def test_stage_copies_nothing_on_cpu_and_checks_devices():
     assert staged["w"] is params["w"]
     with pytest.raises(ValueError, match=r"stage: devices=9 asks for 9 devices, and there are 4"):
         fp.stage(params, devices=9)
+
+
+def test_the_loop_takes_as_long_as_the_longer_of_loader_and_step():
+    # Both sleep, so that it does not matter what else the machine does; the law of the sum is kept beside.
+    took, count = 0.04, 12
+
+    def batches():
+        for k in range(count):
+            time.sleep(took)
+            yield k
+
+    def loop(iterator):
+        start = time.perf_counter()
+        for _ in iterator:
+            time.sleep(took)
+        return time.perf_counter() - start
+
+    # The first batch is made before the loop can begin.
+    ratios = [loop(fp.prefetch(batches())) / (took * (count + 1)) for _ in range(3)]
+    assert min(ratios) < 1.15, ratios
+    assert loop(batches()) > 1.9 * took * count
+
+
+def test_prefetch_overlaps_batches_that_take_as_long_as_a_pmapped_step():
+    took, count = 0.03, 10
+    step = fp.pmap(lambda x: x * time_passed(took), in_axes=0)
+
+    def batches():
+        for k in range(count):
+            time.sleep(took)
+            yield torch.full((8,), float(k))
+
+    def loop(iterator):
+        start = time.perf_counter()
+        found = [step(x)[0].item() for x in iterator]
+        return time.perf_counter() - start, found
+
+    loop(batches())
+    runs = [loop(fp.prefetch(batches())) for _ in range(3)]
+    assert all(found == [float(k) for k in range(count)] for _, found in runs)
+    assert min(seconds for seconds, _ in runs) < 1.15 * took * (count + 1) + 0.02
+    assert loop(batches())[0] > 1.9 * took * count
+
+
+def time_passed(seconds):
+    time.sleep(seconds)
+    return 1.0
