@@ -1,6 +1,7 @@
 """Sums of gradients over the shards of a call.
 
-On CPUs, and where all shards are on one device, ``_reduce`` does it. On several accelerators small gradients are packed, one tensor for each dtype; large ones go alone. Each worker brings its
+On CPUs, and where all shards are on one device, ``_reduce`` does it. On several accelerators small
+gradients are packed, one tensor for each dtype, and large ones go alone. Each worker brings its
 part of every such tensor to its own device and sums it in the order of the ranks, so that no device
 does more than its share, and none holds more than one more gradient; the first then collects the
 parts. Where the vendor's library sums over devices (NCCL), it is asked instead.

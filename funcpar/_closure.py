@@ -19,7 +19,9 @@ def computed_tensors(funs: Iterable[Callable[..., Any]]) -> list[Tensor]:
     Looks into cells, defaults, globals that the code names, bound objects, partials, containers, and
     the attributes of modules and plain objects.
     """
-    computed = (tensor for tensor in tensors_within(funs) if tensor.requires_grad and tensor.grad_fn is not None)
+    computed = (
+        tensor for tensor in tensors_within(funs) if tensor.requires_grad and tensor.grad_fn is not None
+    )
     return list({id(tensor): tensor for tensor in computed}.values())
 
 

@@ -127,7 +127,7 @@ def _state(tensor: Tensor) -> tuple[int, int, int] | None:
     """Return what changes when a tensor is written to or given other memory; None if nothing tells."""
     if tensor.is_inference() or tensor.layout is not torch.strided:
         return None
-    return tensor._version, tensor.untyped_storage()._cdata, tensor.storage_offset()
+    return int(tensor._version), tensor.untyped_storage()._cdata, int(tensor.storage_offset())
 
 
 def _forget_stepped(optimizer: torch.optim.Optimizer, *_: object) -> None:

@@ -27,7 +27,7 @@ class Donated(Tensor):
         """The shape that it had."""
         return self.__dict__["_donated"][1]  # type: ignore[no-any-return]
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"<tensor of shape {list(self.shape)}, donated to {self.__dict__['_donated'][0]}>"
 
     @classmethod
@@ -101,10 +101,10 @@ class Donation:
         """Return the memory of a donated tensor as a new tensor, each once; None if none fits."""
         for k in self._rooms:
             tensor = self._tensors[k]
-            if tensor.shape == tuple(shape) and tensor.dtype == dtype and tensor.device == device:
-                if tensor.is_contiguous() and _is_alone(tensor):
-                    self._rooms.remove(k)
-                    return tensor.detach()
+            fits = tensor.shape == tuple(shape) and tensor.dtype == dtype and tensor.device == device
+            if fits and tensor.is_contiguous() and _is_alone(tensor):
+                self._rooms.remove(k)
+                return tensor.detach()
         return None
 
     def joined(self, parts: Sequence[Tensor], dim: int) -> Tensor:

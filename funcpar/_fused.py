@@ -174,7 +174,8 @@ class Fused:
             found.value, grads = shard.group.exchange(shard.rank, call, whole, limited=False)[0]
             if not shard.device.is_cpu:
                 place = shard.device.torch_device
-                found.value, *grads = [g if g is None else _streams.bring(g, place) for g in (found.value, *grads)]
+                found.value = _streams.bring(found.value, place)
+                grads = [g if g is None else _streams.bring(g, place) for g in grads]
             mine = gradient.finish(found.leaves, own)
             return gradient.answer(
                 found, [g if axis is None else m for g, m, axis in zip(grads, mine, axes, strict=True)]
@@ -222,9 +223,7 @@ class Fused:
 
     def _at_home(self, grads: list[Gradient]) -> list[Gradient]:
         """Return the gradients where the caller's arguments live."""
-        homes = [
-            None if leaf is None else self.split.whole[leaf] for leaf in self.found[0][3]
-        ]
+        homes = [None if leaf is None else self.split.whole[leaf] for leaf in self.found[0][3]]
         return [
             _streams.home(grad, home.device) if grad is not None and isinstance(home, Tensor) else grad
             for grad, home in zip(grads, homes, strict=True)

@@ -121,7 +121,9 @@ def _call_shards(
     if transfer is None:
         return frame.run([partial(body, leaves) for body, leaves in zip(bodies, inputs, strict=True)])
     brought = [transfer.bringing(rank, body) for rank, body in enumerate(bodies)]
-    return frame.run([partial(body, leaves) for body, leaves in zip(brought, inputs, strict=True)], transfer.near)
+    return frame.run(
+        [partial(body, leaves) for body, leaves in zip(brought, inputs, strict=True)], transfer.near
+    )
 
 
 def _call_joined(

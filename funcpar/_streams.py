@@ -28,7 +28,7 @@ class Runtime:
 
     def new_stream(self, device: torch.device) -> Any:
         """Return a stream of a device that nobody else uses."""
-        return torch.Stream(device)
+        return torch.Stream(device)  # type: ignore[no-untyped-call]
 
     def current_stream(self, device: torch.device) -> Any:
         """Return what this thread's work on a device goes to."""
@@ -278,4 +278,3 @@ def home(tensor: Tensor, device: torch.device) -> Tensor:
 def _worker_device() -> torch.device:
     assert _here.device is not None
     return _here.device
-

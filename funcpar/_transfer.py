@@ -45,9 +45,7 @@ class Transfer:
         self._is_graph = is_graph
         self._copies: dict[int, Copies] = {}
         self._versions: list[tuple[int, Tensor, int]] = []
-        tensors = {
-            id(leaf): leaf for leaves in inputs for leaf in leaves if isinstance(leaf, Tensor)
-        }
+        tensors = {id(leaf): leaf for leaves in inputs for leaf in leaves if isinstance(leaf, Tensor)}
         self.near = dict.fromkeys(leaf.device for leaf in tensors.values() if not leaf.is_cpu)
         if not is_graph:
             self._send(tensors, set.intersection(*(set(map(id, leaves)) for leaves in inputs)))

@@ -11,7 +11,6 @@ It takes torch's one custom backend for the process, so it is used in processes 
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from typing import Any
 
@@ -61,7 +60,9 @@ class Memory:
                 if books.is_closed or stream in self.kept:
                     continue
                 if not self.stream.is_after(stream, time):
-                    books.races.append(f"memory of {self.stream} freed, which {what} on {stream} may still use")
+                    books.races.append(
+                        f"memory of {self.stream} freed, which {what} on {stream} may still use"
+                    )
 
 
 class Books:
@@ -274,87 +275,3 @@ def install() -> None:
     _library.append(library)
     # The engine of torch knows one simulated device; without its threads it asks for none.
     torch._C._set_multithreading_enabled(False)
-
-
-class Recorder:
-    """In the place of ``_streams.Runtime``: streams and events in the books, and a log of what was asked."""
-
-    def __init__(self) -> None:
-        self.broken: frozenset[str] = frozenset()
-        self.library = False
-        self.pins: set[int] = set()
-
-    def _note(self, what: str, *details: Any) -> None:
-        books.log.append((what, threading.current_thread().name, *details))
-
-    def new_stream(self, device: torch.device) -> Stream:
-        return Stream(device, threading.current_thread().name)
-
-    def current_stream(self, device: torch.device) -> Stream:
-        return books.current(device)
-
-    def use(self, stream: Stream) -> None:
-        books.use(stream)
-
-    def on(self, device: torch.device) -> Any:
-        return contextlib.nullcontext()
-
-    def record(self, stream: Stream) -> tuple[Stream, dict[Stream, int]]:
-        self._note("record", stream)
-        with books.lock:
-            return stream, dict(stream.clock)
-
-    def wait(self, stream: Stream, event: tuple[Stream, dict[Stream, int]]) -> None:
-        self._note("wait", stream, event[0])
-        if "wait" not in self.broken:
-            with books.lock:
-                stream.follow(event[1])
-
-    def keep(self, tensor: torch.Tensor, stream: Stream) -> None:
-        if isinstance(tensor, Sim) and tensor.memory.stream is not stream:
-            self._note("keep", stream)
-            if "keep" not in self.broken:
-                tensor.memory.kept.add(stream)
-
-    def pinned(self, tensor: torch.Tensor) -> torch.Tensor:
-        copy = tensor.detach().clone()
-        self._note("pin", copy.numel())
-        self.pins.add(copy.data_ptr())
-        return copy
-
-    def pinned_room(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        room = torch.empty(numel, dtype=dtype)
-        self.pins.add(room.data_ptr())
-        return room
-
-    def send(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-        self._note("send", tensor.device, device, tensor.numel())
-        if tensor.is_cpu and tensor.numel() and tensor.data_ptr() not in self.pins:
-            books.races.append("the accelerator reads memory that is the user's")
-        return tensor.to(device, non_blocking=True)
-
-    def broadcast(self, bucket: torch.Tensor, device: torch.device) -> torch.Tensor:
-        self._note("broadcast", bucket.device, device, bucket.numel())
-        return bucket.to(device, non_blocking=True)
-
-    def fill(self, room: torch.Tensor, part: torch.Tensor) -> None:
-        self._note("fill", room.numel())
-        room.copy_(part, non_blocking=True)
-
-    def can_sum(self, tensors: Any) -> bool:
-        return self.library and len({t.device for t in tensors}) == len(tensors)
-
-    def sum_to_first(self, tensors: Any, total: Any, streams: Any) -> None:
-        self._note("library sum", total.numel())
-        first, *others = streams
-        with books.lock:
-            for stream in others:
-                first.follow(stream.clock)
-            for stream in streams:
-                stream.follow(first.clock)
-            for tensor, stream in zip(tensors, streams, strict=True):
-                books.done("library sum", stream, [tensor], [])
-            for stream in others:
-                first.follow(stream.clock)
-            total.inner.copy_(sum(tensor.inner for tensor in tensors))
-            books.done("library sum", first, [], [total])

@@ -129,7 +129,9 @@ def copies_die_with_their_tensors(devices):
     gc.disable()
     try:
         fp.stage(p, devices)
-        copies = [weakref.ref(copy) for entry in _copies._entries.values() for copy, *_ in entry.copies.values()]
+        copies = [
+            weakref.ref(copy) for entry in _copies._entries.values() for copy, *_ in entry.copies.values()
+        ]
         assert len(copies) == 2 * targets(devices)
         fp.pmap(lambda p, x: x @ p["w"], devices=devices)(p, torch.ones(4, 3, dtype=torch.float64))
         del p
@@ -142,7 +144,7 @@ def copies_die_with_their_tensors(devices):
 @program
 def prefetched_rows_are_sent_before_the_call(devices):
     batches = [batch() for _ in range(4)]
-    step = fp.pmap(lambda x, y: (x.sum(1) * y.sum(1)), in_axes=0, devices=devices)
+    step = fp.pmap(lambda x, y: x.sum(1) * y.sum(1), in_axes=0, devices=devices)
     for k, (x, y) in enumerate(fp.prefetch(batches, devices=devices)):
         books.log.clear()
         close(step(x, y), x.sum(1) * y.sum(1))
@@ -235,7 +237,9 @@ def gradients_are_summed_without_loading_the_first_device(devices):
     step(p, x)
     if len(set(devices)) < 2:
         return
-    sent = [entry[-1] for entry in books.log if entry[0] == "send" and entry[2].type == entry[3].type == "sim"]
+    sent = [
+        entry[-1] for entry in books.log if entry[0] == "send" and entry[2].type == entry[3].type == "sim"
+    ]
     size = p["w"].numel()
     # Each worker brings its part of every other gradient, and the first collects the parts.
     assert sum(sent) <= size * (len(devices) - 1)

@@ -182,7 +182,7 @@ def parallel_call(devices):
 def closed_over_parameters(devices):
     model = nn.Linear(3, 2).double().to("sim:0")
     x, _ = batch()
-    fun = fp.pmap(lambda x: model(x), in_axes=0, devices=[0] * len(devices))
+    fun = fp.pmap(model, in_axes=0, devices=[0] * len(devices))
     fun(x).sum().backward()
     close(model.bias.grad, torch.full((2,), 13.0, dtype=torch.float64))
 
@@ -208,7 +208,9 @@ def nested(devices):
 @program
 def torch_func_grad_around(devices):
     p, (x, y) = weights(), batch()
-    close(torch.func.grad(lambda p: fp.pmap(loss, devices=devices)(p, x, y))(p), torch.func.grad(loss)(p, x, y))
+    close(
+        torch.func.grad(lambda p: fp.pmap(loss, devices=devices)(p, x, y))(p), torch.func.grad(loss)(p, x, y)
+    )
     # Torch runs each node on the stream that its forward ran on; the simulated engine does not.
     books.races = [race for race in books.races if "freed" not in race]
     books.is_closed = True
@@ -220,7 +222,7 @@ def torch_func_inside_and_jvp_around(devices):
     per_row = fp.pmap(torch.func.vmap(torch.func.grad(loss), (None, 0, 0)), out_axes=0, devices=devices)
     close(per_row(p, x, y), torch.func.vmap(torch.func.grad(loss), (None, 0, 0))(p, x, y))
     fun = fp.pmap(lambda x: x - fp.pmean(x.mean(0)), in_axes=0, devices=devices)
-    close(torch.func.jvp(lambda x: fun(x), (x,), (x,))[1], x - x.mean(0))
+    close(torch.func.jvp(fun, (x,), (x,))[1], x - x.mean(0))
 
 
 @program

@@ -78,12 +78,12 @@ USES = {
     "reversed add": lambda t: torch.ones(2) + t,
     "in place": lambda t: t.add_(1),
     "item": lambda t: t[0],
-    "bool": lambda t: bool(t),
+    "bool": bool,
     "function": lambda t: torch.cat([t, t]),
     "foreach": lambda t: torch._foreach_add_([t], 1),
     "aten": lambda t: torch.ops.aten.add(t, 1),
     "numpy": lambda t: t.numpy(),
-    "asarray": lambda t: np.asarray(t),
+    "asarray": np.asarray,
     "data": lambda t: t.data,
     "grad": lambda t: t.grad,
     "pointer": lambda t: t.data_ptr(),
@@ -116,7 +116,11 @@ def refusals():
         "a view": (base[:2], base, "shares its memory with another tensor, an array or a graph"),
         "its base": (base, base[:2], "shares its memory with another tensor, an array or a graph"),
         "an array": (array, None, "shares its memory with another tensor, an array or a graph"),
-        "a graph": (saved, (leaf * saved).sum(), "shares its memory with another tensor, an array or a graph"),
+        "a graph": (
+            saved,
+            (leaf * saved).sum(),
+            "shares its memory with another tensor, an array or a graph",
+        ),
         "a leaf": (leaf, None, "requires a gradient, so that a graph needs it"),
         "a result": (leaf * 2, None, "requires a gradient, so that a graph needs it"),
         "sparse": (torch.ones(2, 2).to_sparse(), None, "has the layout torch.sparse_coo"),
@@ -156,9 +160,9 @@ def test_a_function_that_closes_over_what_is_donated_is_refused():
 
 def test_donation_in_a_shard_or_under_a_transform_is_refused():
     inner = fp.pmap(fun, in_axes=0, donate_argnums=0)
-    with pytest.raises(ValueError, match="donate_argnums in a shard, or under a torch.func transform"):
+    with pytest.raises(ValueError, match=r"donate_argnums in a shard, or under a torch\.func transform"):
         fp.pmap(lambda x: inner(x * 1), in_axes=0)(torch.ones(4))
-    with pytest.raises(ValueError, match="donate_argnums in a shard, or under a torch.func transform"):
+    with pytest.raises(ValueError, match=r"donate_argnums in a shard, or under a torch\.func transform"):
         torch.func.vmap(inner)(torch.ones(2, 4))
 
 

@@ -1,4 +1,4 @@
-"""Where tensors are, with several fake CUDA devices: forward only, and no values. An operation on two raises."""
+"""Where tensors are, with several fake CUDA devices: forward only, no values. Mixing two raises."""
 
 from __future__ import annotations
 
@@ -124,8 +124,8 @@ COLLECTIVES = {
     "pmean": fp.pmean,
     "pmax": fp.pmax,
     "pmin": fp.pmin,
-    "all_gather": lambda x: fp.all_gather(x),
-    "psum_scatter": lambda x: fp.psum_scatter(x),
+    "all_gather": fp.all_gather,
+    "psum_scatter": fp.psum_scatter,
     "all_to_all": lambda x: fp.all_to_all(x, None, 0, 0),
     "ppermute": lambda x: fp.ppermute(x, perm=[(0, 1), (1, 2), (2, 0)]),
     "pbroadcast": lambda x: fp.pbroadcast(x, source=1),
@@ -150,7 +150,7 @@ def test_parallel_call_brings_arguments_and_leaves_results_where_they_are():
 
 def test_a_nested_call_stays_on_its_shards_device():
     inner = fp.pmap(lambda p, x: x @ p["w"])
-    kept = fp.pmap(lambda p, x: inner(p, x), out_axes="shards")(params(), torch.randn(6, 3))
+    kept = fp.pmap(inner, in_axes=(None, 0), out_axes="shards")(params(), torch.randn(6, 3))
     assert places(list(kept.parts)) == ["cuda:0", "cuda:1", "cuda:2"]
 
 

@@ -132,29 +132,8 @@ def test_stage_copies_nothing_on_cpu_and_checks_devices():
         fp.stage(params, devices=9)
 
 
-def test_the_loop_takes_as_long_as_the_longer_of_loader_and_step():
-    # Both sleep, so that it does not matter what else the machine does; the law of the sum is kept beside.
-    took, count = 0.04, 12
-
-    def batches():
-        for k in range(count):
-            time.sleep(took)
-            yield k
-
-    def loop(iterator):
-        start = time.perf_counter()
-        for _ in iterator:
-            time.sleep(took)
-        return time.perf_counter() - start
-
-    # The first batch is made before the loop can begin.
-    ratios = [loop(fp.prefetch(batches())) / (took * (count + 1)) for _ in range(3)]
-    assert min(ratios) < 1.15, ratios
-    assert loop(batches()) > 1.9 * took * count
-
-
-def test_prefetch_overlaps_batches_that_take_as_long_as_a_pmapped_step():
-    took, count = 0.03, 10
+def test_a_loop_takes_as_long_as_the_longer_of_loader_and_pmapped_step():
+    took, count = 0.05, 10
     step = fp.pmap(lambda x: x * time_passed(took), in_axes=0)
 
     def batches():
@@ -167,10 +146,10 @@ def test_prefetch_overlaps_batches_that_take_as_long_as_a_pmapped_step():
         found = [step(x)[0].item() for x in iterator]
         return time.perf_counter() - start, found
 
-    loop(batches())
+    # Both sleep, so that it does not matter what else the machine does.
     runs = [loop(fp.prefetch(batches())) for _ in range(3)]
     assert all(found == [float(k) for k in range(count)] for _, found in runs)
-    assert min(seconds for seconds, _ in runs) < 1.15 * took * (count + 1) + 0.02
+    assert min(seconds for seconds, _ in runs) < 1.15 * took * (count + 1)  # The first batch is made before.
     assert loop(batches())[0] > 1.9 * took * count
 
 

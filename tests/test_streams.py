@@ -14,6 +14,9 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
+
+import funcpar as fp
 
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
@@ -62,7 +65,13 @@ def test_what_is_asked_of_accelerators_is_as_promised(count, where):
     assert found["races"] == []
 
 
-SOME = ["forward_of_what_is_on_a_device", "fused_gradient", "joint_backward", "collectives", "prefetched_batches"]
+SOME = [
+    "forward_of_what_is_on_a_device",
+    "fused_gradient",
+    "joint_backward",
+    "collectives",
+    "prefetched_batches",
+]
 
 
 @pytest.mark.parametrize("broken", ["wait", "keep"])
@@ -73,12 +82,27 @@ def test_the_simulation_finds_what_is_left_out(way, broken):
         assert found[f"{way}, {where}"]["races"], where
 
 
+def test_the_backward_of_a_gradient_function_stays_in_its_worker():
+    # Entering inference_mode(False) lets torch's engine use its own threads again, one for each GPU.
+    seen = []
+
+    def loss(w, x):
+        seen.append(torch._C._is_multithreading_enabled())
+        return (w * x).sum()
+
+    fp.pmap(fp.grad(loss), devices=2)(torch.ones(3), torch.ones(4, 3))
+    with torch.inference_mode():
+        fp.pmap(fp.grad(loss), devices=2)(torch.ones(3), torch.ones(4, 3))
+    assert seen == [False] * 4
+    assert torch._C._is_multithreading_enabled()
+
+
 OWNER = ROOT / "funcpar" / "_streams.py"
 DEVICE_MODULES = {"cuda", "accelerator", "xpu", "mtia", "mps", "hpu"}
 STREAM_NAMES = {
     "Stream", "Event", "StreamContext", "current_stream", "default_stream", "set_stream", "record_stream",
-    "record_event", "wait_event", "wait_stream", "synchronize", "pin_memory", "set_device", "set_device_index",
-    "device_index", "nccl",
+    "record_event", "wait_event", "wait_stream", "synchronize", "pin_memory", "set_device",
+    "set_device_index", "device_index", "nccl",
 }  # fmt: skip
 # What says which devices there are, and what autocast is asked about; neither orders any work.
 ALLOWED = {
@@ -95,7 +119,11 @@ def stream_names(path: Path) -> set[str]:
         if isinstance(node, ast.Attribute):
             if isinstance(node.value, ast.Name) and node.value.id == "torch" and node.attr in DEVICE_MODULES:
                 found.add(f"torch.{node.attr}")
-            elif node.attr in STREAM_NAMES and ast.unparse(node.value) not in ("threading", "_random", "self"):
+            elif node.attr in STREAM_NAMES and ast.unparse(node.value) not in (
+                "threading",
+                "_random",
+                "self",
+            ):
                 found.add(node.attr)
         elif isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("torch"):
             parts = {node.module.partition("torch.")[2].partition(".")[0], *(a.name for a in node.names)}
