@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ class Device:
         rank: Position in :func:`devices`, from 0.
         torch_device: Where tensors of its shards live.
         threads: Intra-op threads of its worker.
+        is_cpu: Whether shards of this device share memory with the caller.
 
     Example:
         >>> import funcpar as fp
@@ -35,11 +36,10 @@ class Device:
     rank: int
     torch_device: torch.device
     threads: int = 1
+    is_cpu: bool = field(init=False, repr=False, compare=False)
 
-    @property
-    def is_cpu(self) -> bool:
-        """Whether shards of this device share memory with the caller."""
-        return self.torch_device.type == "cpu"
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "is_cpu", self.torch_device.type == "cpu")
 
     def __repr__(self) -> str:
         return f"{self.torch_device.type}[{self.rank}]"

@@ -6,8 +6,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, TypeAlias
 
-import torch
-
 from funcpar import _functional, _random, _streams
 from funcpar._devices import Device
 from funcpar._errors import CollectiveTimeoutError, ReplicaMismatchError, ShardAborted
@@ -30,6 +28,7 @@ class Frame:
         streams: Where each shard draws its random numbers from.
         funs: The user's functions, to look for tensors that they close over.
         name_of: Names an argument leaf, by its place, as the user would.
+        is_cpu: Whether the shards share memory with the caller: nothing to copy, nothing to order.
     """
 
     devices: tuple[Device, ...]
@@ -39,16 +38,15 @@ class Frame:
     streams: _random.Streams = field(default_factory=_random.Streams)
     funs: Sequence[Callable[..., Any]] = ()
     name_of: Callable[[int], str] | None = None
+    is_cpu: bool = field(init=False)
 
-    @property
-    def is_cpu(self) -> bool:
-        """Whether the shards share memory with the caller, so that there is nothing to copy or to order."""
-        return self.devices[0].is_cpu
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "is_cpu", self.devices[0].is_cpu)
 
-    def run(self, bodies: Sequence[Body], near: Iterable[torch.device] = ()) -> list[Any]:
+    def run(self, bodies: Sequence[Body], others: Iterable[Any] = ()) -> list[Any]:
         """Run one body per shard and return their values in rank order.
 
-        ``near`` are other accelerators that hold what the bodies read.
+        ``others`` are further streams that what the bodies read may have been made on.
 
         One body runs right here, as plain code would. So do several, one after another, when this
         is a shard already: its device is the only one they may use.
@@ -64,7 +62,7 @@ class Frame:
             return [self._here(body, shard) for body, shard in zip(bodies, shards, strict=True)]
         _random.install()
         wrapped = [self._wrap(body, shard) for body, shard in zip(bodies, shards, strict=True)]
-        order = None if self.is_cpu else _streams.Order(self.devices, near)
+        order = None if self.is_cpu else _streams.Order(self.devices, others)
         outcomes = run(self.devices, wrapped, group.abort, order)
         if any(outcome.error is not None for outcome in outcomes):
             self._raise(outcomes)

@@ -122,7 +122,7 @@ def _call_shards(
         return frame.run([partial(body, leaves) for body, leaves in zip(bodies, inputs, strict=True)])
     brought = [transfer.bringing(rank, body) for rank, body in enumerate(bodies)]
     return frame.run(
-        [partial(body, leaves) for body, leaves in zip(brought, inputs, strict=True)], transfer.near
+        [partial(body, leaves) for body, leaves in zip(brought, inputs, strict=True)], transfer.streams
     )
 
 
@@ -148,8 +148,8 @@ def _call_joined(
     ]
     if transfer is not None:
         tasks = [transfer.bringing(rank, task) for rank, task in enumerate(tasks)]
-    near = () if transfer is None else transfer.near
-    answers = frame.run([partial(task, leaves) for task, leaves in zip(tasks, inputs, strict=True)], near)
+    streams = () if transfer is None else transfer.streams
+    answers = frame.run([partial(task, leaves) for task, leaves in zip(tasks, inputs, strict=True)], streams)
     pieces = [piece for _, piece in answers]
     seen: set[Any] = set()
     for piece in pieces:
@@ -219,6 +219,9 @@ class _Graphs:
         self.frame = frame
         self.pieces = pieces
         self.sources = sources.tensors
+        # Backward runs in a thread of torch's engine, whose streams need not be the caller's.
+        places = () if frame.is_cpu else [device.torch_device for device in frame.devices]
+        self.streams = _streams.current_streams(places)
 
     def pull(self, cotangents: list[list[Gradient]], wanted: Sequence[bool]) -> list[Gradient]:
         """Return the gradient of each wanted source: the sum over shards, in rank order."""
@@ -233,9 +236,11 @@ class _Graphs:
             _pull_piece(piece, wanted, row, given, keep=keep or piece.is_shared, create=False)
             sum_over_shards(row, totals)
 
-        self.frame.run([partial(backward, *each) for each in zip(self.pieces, cotangents, strict=True)])
+        self.frame.run(
+            [partial(backward, *each) for each in zip(self.pieces, cotangents, strict=True)], self.streams
+        )
         if not self.frame.is_cpu:
-            _streams.received(totals)
+            _streams.received(totals, self.streams)
         return [self._at_home(k, totals.get(k)) for k in range(len(wanted))]
 
     def _at_home(self, k: int, grad: Gradient) -> Gradient:

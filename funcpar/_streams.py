@@ -28,7 +28,7 @@ class Runtime:
 
     def new_stream(self, device: torch.device) -> Any:
         """Return a stream of a device that nobody else uses."""
-        return torch.Stream(device)  # type: ignore[no-untyped-call]
+        return torch.Stream(device)
 
     def current_stream(self, device: torch.device) -> Any:
         """Return what this thread's work on a device goes to."""
@@ -82,8 +82,9 @@ class Runtime:
     def sum_to_first(self, tensors: Sequence[Tensor], total: Tensor, streams: Sequence[Any]) -> None:
         """Sum one tensor of each device into ``total`` on the first, each part on its device's stream."""
         nccl: Any = torch.cuda.nccl
+        kind: Any = torch.cuda.Stream
         own = [
-            torch.cuda.Stream(stream_id=s.stream_id, device_index=s.device_index, device_type=s.device_type)
+            kind(stream_id=s.stream_id, device_index=s.device_index, device_type=s.device_type)
             for s in streams
         ]
         nccl.reduce(tensors, output=total, root=0, streams=own)
@@ -134,19 +135,24 @@ def at(device: Device) -> Iterator[None]:
         _here.device = outer
 
 
+def current_streams(devices: Iterable[torch.device]) -> list[Any]:
+    """Return this thread's stream of each accelerator among some devices."""
+    return [runtime.current_stream(device) for device in dict.fromkeys(devices) if device.type != "cpu"]
+
+
 class Order:
     """The edges of one call: between the streams of the thread that makes it and those of its shards.
 
     Args:
         devices: The devices of the shards.
-        near: Other devices that hold what the shards read.
+        others: Further streams of the caller that what the shards read may have been made on.
     """
 
     __slots__ = ("_callers", "_ends", "_starts")
 
-    def __init__(self, devices: Sequence[Device], near: Iterable[torch.device] = ()) -> None:
-        places = {device.torch_device: None for device in devices} | dict.fromkeys(near)
-        self._callers = [runtime.current_stream(place) for place in places if place.type != "cpu"]
+    def __init__(self, devices: Sequence[Device], others: Iterable[Any] = ()) -> None:
+        own = current_streams(device.torch_device for device in devices)
+        self._callers = list(dict.fromkeys([*own, *others]))
         self._starts = [runtime.record(stream) for stream in self._callers]
         self._ends: list[Any] = []
 
@@ -182,16 +188,19 @@ def meet(brought: Sequence[tuple[Any, Any]], rank: int) -> list[Any]:
     return [value for value, _ in brought]
 
 
-def received(given: Any) -> None:
-    """Record the tensors in lists, tuples and dicts on this thread's streams: others made them."""
+def received(given: Any, others: Sequence[Any] = ()) -> None:
+    """Record tensors, in lists, tuples and dicts, on this thread's streams, and others: workers made them."""
     if isinstance(given, Tensor):
         if not given.is_cpu:
             keep(given)
+            for stream in others:
+                if stream.device == given.device:
+                    runtime.keep(given, stream)
     elif isinstance(given, list | tuple):
         for item in given:
-            received(item)
+            received(item, others)
     elif isinstance(given, dict):
-        received(list(given.values()))
+        received(list(given.values()), others)
 
 
 def keep(tensor: Tensor) -> None:

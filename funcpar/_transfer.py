@@ -37,7 +37,7 @@ class Transfer:
         is_graph: Whether what the shards get must be part of the graph of what the caller has.
 
     Attributes:
-        near: Devices that hold what the shards read.
+        streams: The caller's streams of the devices that hold what the shards read.
     """
 
     def __init__(self, devices: Sequence[Device], inputs: Sequence[list[Any]], is_graph: bool) -> None:
@@ -46,7 +46,7 @@ class Transfer:
         self._copies: dict[int, Copies] = {}
         self._versions: list[tuple[int, Tensor, int]] = []
         tensors = {id(leaf): leaf for leaves in inputs for leaf in leaves if isinstance(leaf, Tensor)}
-        self.near = dict.fromkeys(leaf.device for leaf in tensors.values() if not leaf.is_cpu)
+        self.streams = _streams.current_streams(leaf.device for leaf in tensors.values())
         if not is_graph:
             self._send(tensors, set.intersection(*(set(map(id, leaves)) for leaves in inputs)))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 
 import simulated
@@ -10,6 +11,7 @@ from simulated import Stream
 from simulated_common import batch, books, close, loss, recorder, registry, weights
 from torch import nn
 
+import compat
 import funcpar as fp
 
 PROGRAMS, program = registry()
@@ -193,6 +195,19 @@ def module_with_buffers(devices):
     apply, p = fp.functionalize(model)
     x, _ = batch()
     close(fp.pmap(apply, devices=devices)(p, x), model(x).detach())
+
+
+@program
+def data_parallel_of_compat(devices):
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    x, y = batch()
+    wanted = torch.autograd.grad((model(x) - y).square().mean(), list(model.parameters()))
+    there = copy.deepcopy(model).to(f"sim:{devices[0]}")
+    # With one device compat calls the module as it is, on what is where it is.
+    rows = x if len(devices) > 1 else x.to(f"sim:{devices[0]}")
+    out = compat.DataParallel(there, device_ids=devices)(rows)
+    (out - y.to(out.device)).square().mean().backward()
+    close([p.grad for p in there.parameters()], list(wanted))
 
 
 @program

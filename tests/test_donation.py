@@ -48,6 +48,15 @@ def test_rows_live_where_the_old_ones_did(devices):
     assert torch.equal(state, wanted)
 
 
+def test_an_argument_that_is_given_by_name_is_donated_too():
+    state = torch.randn(9, 3)
+    before = state.data_ptr()
+    out = fp.pmap(lambda scale, state: scale * state, donate_argnums=1)(2.0, state=state)
+    assert out.data_ptr() == before
+    with pytest.raises(RuntimeError, match="state was donated"):
+        state.sum()
+
+
 def test_gradients_take_the_memory_of_params_that_are_donated(devices):
     p, x = params(), torch.randn(9, 3)
     fun = fp.value_and_grad(lambda p, x: (x @ p["w"] + p["b"]).square().mean())
