@@ -180,6 +180,12 @@ def _named(wanted: str | torch.device, known: tuple[Device, ...], call: str) -> 
     ]  # fmt: skip
 
 
+def accelerator_kind() -> str | None:
+    """Return the type of device that this torch was built for beside the CPU, present or not."""
+    kind = torch.accelerator.current_accelerator()
+    return None if kind is None else kind.type
+
+
 def _find() -> tuple[Device, ...]:
     given = os.environ.get("FUNCPAR_CPU_DEVICES")
     if given is not None:
@@ -190,9 +196,9 @@ def _find() -> tuple[Device, ...]:
             )
         return _virtual(int(given), None)
     if torch.accelerator.is_available():
-        kind = torch.accelerator.current_accelerator()
+        kind = accelerator_kind()
         assert kind is not None
-        return tuple(Device(i, torch.device(kind.type, i)) for i in range(torch.accelerator.device_count()))
+        return tuple(Device(i, torch.device(kind, i)) for i in range(torch.accelerator.device_count()))
     return _virtual(torch.get_num_threads(), None)
 
 

@@ -92,10 +92,13 @@ class Transfer:
         return [self._bring(leaf, place) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
     def _bring(self, leaf: Tensor, place: torch.device) -> Tensor:
-        copy = self._copies.get(id(leaf), {}).get(place, leaf)
-        if self._is_graph or copy.device == place:
-            return as_graph(copy, place)
-        return _streams.bring(copy.detach(), place)
+        copy = self._copies.get(id(leaf), {}).get(place)
+        if copy is not None:
+            _streams.keep(copy)
+            return copy.detach()  # Others have it too, and a function may set what it requires.
+        if self._is_graph or leaf.device == place:
+            return as_graph(leaf, place)
+        return _streams.bring(leaf.detach(), place)
 
     def written(self, leaves: Sequence[Any]) -> list[int]:
         """Return which leaves have copies, shared by shards or calls, that were written to."""

@@ -18,6 +18,7 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _pop_mode, _push_mode
 
 from funcpar import _jvp
+from funcpar._devices import accelerator_kind
 
 
 class World:
@@ -136,8 +137,7 @@ def _saved_tensor_hooks() -> Any:
 
 
 # The device types whose autocast a function on this machine can meet.
-_ACCELERATOR = torch.accelerator.current_accelerator()
-_KINDS = ("cpu", "cuda" if _ACCELERATOR is None else _ACCELERATOR.type)
+_KINDS = ("cpu", accelerator_kind() or "cuda")
 
 
 def _autocast_states() -> list[tuple[str, bool, torch.dtype]]:

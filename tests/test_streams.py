@@ -65,13 +65,7 @@ def test_what_is_asked_of_accelerators_is_as_promised(count, where):
     assert found["races"] == []
 
 
-SOME = [
-    "forward_of_what_is_on_a_device",
-    "fused_gradient",
-    "joint_backward",
-    "collectives",
-    "prefetched_batches",
-]
+SOME = ["forward_of_what_is_on_a_device", "fused_gradient", "collectives"]
 
 
 @pytest.mark.parametrize("broken", ["wait", "keep"])
@@ -104,11 +98,8 @@ STREAM_NAMES = {
     "record_event", "wait_event", "wait_stream", "synchronize", "pin_memory", "set_device",
     "set_device_index", "device_index", "nccl",
 }  # fmt: skip
-# What says which devices there are, and what autocast is asked about; neither orders any work.
-ALLOWED = {
-    ("_devices.py", "torch.accelerator"),
-    ("_world.py", "torch.accelerator"),
-}
+# It says which devices there are, and orders no work.
+ALLOWED = {("_devices.py", "torch.accelerator")}
 SOURCES = [path for package in ("funcpar", "compat") for path in sorted((ROOT / package).rglob("*.py"))]
 
 
