@@ -73,7 +73,9 @@ class InAxes:
             count = max(1, min(len(devices), rows // self.min_rows))
             sizes = [rows // count + (k < rows % count) for k in range(count)]
             devices = devices[:count]
-        shards = with_sent(cut(leaves, axes, sizes), leaves, axes, sizes, devices)
+        shards = cut(leaves, axes, sizes)
+        if not devices[0].is_cpu:
+            shards = with_sent(shards, leaves, axes, sizes, devices)
         return Split(devices, sizes, shards, axes, parts, leaves)
 
     def path(self, arguments: list[Argument], split: Split, k: int) -> str:

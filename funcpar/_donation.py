@@ -130,9 +130,17 @@ class Donation:
         room = self.room(result.shape, result.dtype, result.device)
         return result if room is None else room.copy_(result)
 
-    def end(self) -> None:
-        """Let the donated tensors go: their memory belongs to results, or to nobody."""
+    def __enter__(self) -> Donation:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        """Let the donated tensors go: their memory belongs to results, or to nobody.
+
+        After a failure only those go whose memory a result was written to before.
+        """
         for k, tensor in enumerate(self._tensors):
+            if kind is not None and k in self._rooms:
+                continue
             known = self._call, tensor.shape, self._names[k]
             _copies.forget(tensor)
             tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)

@@ -78,16 +78,14 @@ class _Sources:
 
 def call_shards(frame: Frame, bodies: Sequence[Leafwise], inputs: Sequence[list[Any]]) -> list[list[Any]]:
     """Run ``bodies[i](inputs[i])`` as shard i: lists of leaves to lists of leaves, differentiable."""
+    if frame.is_cpu and len(bodies) == 1:
+        return _call_shards(frame, bodies, inputs, None)
     shared = _shared(inputs)
     versions = [leaf._version for _, leaf in shared]
-    nested = len(bodies) == 1 and current() is not None  # Part of the graph of the shard around it.
-    is_graph = nested or is_transformed()
-    transfer = None if frame.is_cpu else Transfer(frame.devices, inputs, is_graph)
-    answers = _call_shards(frame, bodies, inputs, is_graph, transfer)
+    transfer = None if frame.is_cpu else Transfer(frame.devices, inputs, _is_graph(bodies))
+    answers = _call_shards(frame, bodies, inputs, transfer)
     written = [k for (k, leaf), version in zip(shared, versions, strict=True) if leaf._version != version]
-    if transfer is not None:
-        written += transfer.written(inputs[0])
-    for k in written:
+    for k in written + ([] if transfer is None else transfer.written(inputs[0])):
         leaf = inputs[0][k]
         name = frame.name_of(k) if frame.name_of else f"a tensor of shape {tuple(leaf.shape)}"
         raise ValueError(
@@ -109,21 +107,20 @@ def _shared(inputs: Sequence[list[Any]]) -> list[tuple[int, Tensor]]:
     ]  # fmt: skip
 
 
+def _is_graph(bodies: Sequence[Any]) -> bool:
+    """Tell whether shards work in the caller's own graph, or that of a shard around them."""
+    return (len(bodies) == 1 and current() is not None) or is_transformed()
+
+
 def _call_shards(
-    frame: Frame,
-    bodies: Sequence[Leafwise],
-    inputs: Sequence[list[Any]],
-    is_graph: bool,
-    transfer: Transfer | None,
+    frame: Frame, bodies: Sequence[Leafwise], inputs: Sequence[list[Any]], transfer: Transfer | None
 ) -> list[list[Any]]:
-    if not is_graph and torch.is_grad_enabled():
+    if torch.is_grad_enabled() and not _is_graph(bodies):
         return _call_joined(frame, bodies, inputs, _Sources(), [None] * len(bodies), transfer)
-    if transfer is None:
-        return frame.run([partial(body, leaves) for body, leaves in zip(bodies, inputs, strict=True)])
-    brought = [transfer.bringing(rank, body) for rank, body in enumerate(bodies)]
-    return frame.run(
-        [partial(body, leaves) for body, leaves in zip(brought, inputs, strict=True)], transfer.streams
-    )
+    if transfer is not None:
+        bodies = [transfer.bringing(rank, body) for rank, body in enumerate(bodies)]
+    tasks = [partial(body, leaves) for body, leaves in zip(bodies, inputs, strict=True)]
+    return frame.run(tasks, () if transfer is None else transfer.streams)
 
 
 def _call_joined(
@@ -143,13 +140,11 @@ def _call_joined(
         {k: sources.index(leaf) for k, leaf in enumerate(leaves) if _needs_gradient(leaf)}
         for leaves in inputs
     ]
-    tasks: list[Any] = [
-        partial(_on_stand_ins, frame, *each) for each in zip(bodies, places, before, strict=True)
+    tasks = [
+        partial(_on_stand_ins, frame, transfer, rank, *each)
+        for rank, each in enumerate(zip(bodies, inputs, places, before, strict=True))
     ]
-    if transfer is not None:
-        tasks = [transfer.bringing(rank, task) for rank, task in enumerate(tasks)]
-    streams = () if transfer is None else transfer.streams
-    answers = frame.run([partial(task, leaves) for task, leaves in zip(tasks, inputs, strict=True)], streams)
+    answers = frame.run(tasks, () if transfer is None else transfer.streams)
     pieces = [piece for _, piece in answers]
     seen: set[Any] = set()
     for piece in pieces:
@@ -171,9 +166,17 @@ def _call_joined(
 
 
 def _on_stand_ins(
-    frame: Frame, body: Leafwise, places: dict[int, int], before: Piece | None, leaves: list[Any]
+    frame: Frame,
+    transfer: Transfer | None,
+    rank: int,
+    body: Leafwise,
+    leaves: list[Any],
+    places: dict[int, int],
+    before: Piece | None,
 ) -> tuple[list[Any], Piece]:
     """Run one body on stand-ins for the leaves at ``places``, in a shard, and keep its graph."""
+    if transfer is not None:
+        leaves = transfer.bring(rank, leaves)
     stands: dict[int, Tensor] = {}
     given = list(leaves)
     for k, source in places.items():
@@ -220,8 +223,7 @@ class _Graphs:
         self.pieces = pieces
         self.sources = sources.tensors
         # Backward runs in a thread of torch's engine, whose streams need not be the caller's.
-        places = () if frame.is_cpu else [device.torch_device for device in frame.devices]
-        self.streams = _streams.current_streams(places)
+        self.streams = [] if frame.is_cpu else _streams.current_streams(d.torch_device for d in frame.devices)
 
     def pull(self, cotangents: list[list[Gradient]], wanted: Sequence[bool]) -> list[Gradient]:
         """Return the gradient of each wanted source: the sum over shards, in rank order."""

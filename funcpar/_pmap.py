@@ -68,8 +68,8 @@ def pmap(
         min_rows: The fewest rows worth a shard.
         static_broadcasted_argnums: Positions of arguments that every shard gets whole and as they are.
         donate_argnums: Positions of arguments that the caller does not need again: results of the same
-            shape, dtype and device may get their memory, and using them after the call raises. If the call
-            fails they stay what they were.
+            shape, dtype and device may get their memory, and using them after the call raises. If the
+            function fails they stay what they were.
 
     Returns:
         A function with the signature of ``fun``.
@@ -179,7 +179,12 @@ class _Mapped:
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         arguments = self.binder.bind(args, kwargs)
-        donation = self._donation(arguments) if self.donated else None
+        if self.donated:
+            with self._donation(arguments) as donation:
+                return self._run(arguments, donation)
+        return self._run(arguments, None)
+
+    def _run(self, arguments: list[Argument], donation: Donation | None) -> Any:
         split = self.in_axes.split(arguments, self._devices(), self.devices is not None)
         split, weights = self._weigh(split)
         frame = Frame(
@@ -190,13 +195,7 @@ class _Mapped:
             funs=(self.fun,),
             name_of=lambda k: self.in_axes.path(arguments, split, k),
         )
-        checked = None if frame.is_cpu else self.checked
-        answer = self._run(split, frame, Merge(self.call, split, weights, checked, donation))
-        if donation is not None:
-            donation.end()
-        return answer
-
-    def _run(self, split: Split, frame: Frame, merge: Merge) -> Any:
+        merge = Merge(self.call, split, weights, None if frame.is_cpu else self.checked, donation)
         if self.gradient is None:
             return self._plain(split, frame, merge, self.out_axes)
         fused = Fused(self.gradient, self.fun, split, frame, merge, self.value_spec, self.aux_spec)

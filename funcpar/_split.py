@@ -117,7 +117,7 @@ def with_sent(
     devices: Sequence[Device],
 ) -> list[list[Any]]:
     """Put rows that are on their accelerators already, sent by prefetch, in the place of the caller's."""
-    if devices[0].is_cpu or len(sizes) == 1 or is_transformed():
+    if len(sizes) == 1 or is_transformed():
         return shards
     for k, (leaf, axis) in enumerate(zip(leaves, axes, strict=True)):
         if axis == 0 and isinstance(leaf, Tensor) and not leaf.requires_grad:

@@ -197,6 +197,20 @@ def test_a_call_that_fails_keeps_its_arguments():
     assert torch.equal(x + 1, torch.full((4,), 2.0))
 
 
+def test_a_call_whose_results_cannot_be_merged_keeps_no_tensor_that_was_written_to():
+    x, y = torch.arange(8.0), torch.ones(8)
+    with pytest.raises(fp.ReplicaMismatchError, match=r"output\[1\] was promised equal"):
+        fp.pmap(
+            lambda x, y: (2 * x, fp.axis_index() + y.mean()),
+            in_axes=0,
+            out_axes=(0, None),
+            donate_argnums=(0, 1),
+        )(x, y)
+    with pytest.raises(RuntimeError, match="x was donated"):
+        x.sum()
+    assert torch.equal(y, torch.ones(8))
+
+
 def test_memory_that_a_result_or_the_function_still_sees_is_not_written_to():
     kept = []
 
