@@ -14,7 +14,7 @@ from torch import Tensor
 from funcpar import tree
 from funcpar._binding import Argument
 from funcpar._devices import Device
-from funcpar._split import Split, cut, place
+from funcpar._split import Split, cut, with_sent
 from funcpar._staging import Shards, as_tree
 
 _SCALARS = (
@@ -68,12 +68,15 @@ class InAxes:
         elif rows is None:
             if not devices_given:
                 raise ValueError(self._nothing_mapped(arguments))
-            return Split(devices, None, place([leaves] * len(devices), devices), axes, parts, leaves)
+            return Split(devices, None, [leaves] * len(devices), axes, parts, leaves)
         else:
             count = max(1, min(len(devices), rows // self.min_rows))
             sizes = [rows // count + (k < rows % count) for k in range(count)]
             devices = devices[:count]
-        return Split(devices, sizes, place(cut(leaves, axes, sizes), devices), axes, parts, leaves)
+        shards = cut(leaves, axes, sizes)
+        if not devices[0].is_cpu:
+            shards = with_sent(shards, leaves, axes, sizes, devices)
+        return Split(devices, sizes, shards, axes, parts, leaves)
 
     def path(self, arguments: list[Argument], split: Split, k: int) -> str:
         """Return the path of a leaf of all arguments, as the user would write it."""

@@ -96,8 +96,8 @@ class Binder:
         return found
 
 
-def static_positions(call: str, static: Any, binder: Binder) -> frozenset[int]:
-    """Return the positions of arguments that are passed whole.
+def positions(call: str, name: str, static: Any, binder: Binder) -> frozenset[int]:
+    """Return the positions of arguments that the option ``name`` gives.
 
     Raises:
         TypeError: A position is not an integer.
@@ -109,12 +109,12 @@ def static_positions(call: str, static: Any, binder: Binder) -> frozenset[int]:
     for number in numbers:
         if isinstance(number, bool) or not isinstance(number, int):
             raise TypeError(
-                f"{call}: static_broadcasted_argnums={static!r} is not an integer or several.\n"
+                f"{call}: {name}={static!r} is not an integer or several.\n"
                 f"Give positions of arguments, from 0."
             )
         if number < -room or (number >= room and not endless):
             raise ValueError(
-                f"{call}: static_broadcasted_argnums={static!r}, and the function has {room} parameters.\n"
+                f"{call}: {name}={static!r}, and the function has {room} parameters.\n"
                 f"Give positions from 0 to {room - 1}."
             )
     return frozenset(number % room if number < 0 else number for number in numbers)

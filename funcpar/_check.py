@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from funcpar import tree
-from funcpar._fused import is_pmapped
 from funcpar._graph import is_smooth
+from funcpar._within import is_pmapped
 
 # How far a leaf may be off, in units of its dtype's rounding, relative to its largest entry.
 _ROUNDINGS = 1e4
@@ -58,9 +58,10 @@ def check(mapped: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         )
     call = f"check({vars(mapped)['__funcpar__'][0]})"
     state = torch.get_rng_state()
-    found = mapped(*args, **kwargs)
-    torch.set_rng_state(state)
+    # The plain one first: the mapped one may be donated its arguments.
     leaves, spec = tree.flatten(plain(*args, **kwargs))
+    torch.set_rng_state(state)
+    found = mapped(*args, **kwargs)
     try:
         others = tree.flatten_like(spec, found, "output")
     except ValueError as error:

@@ -19,10 +19,12 @@ def computed_tensors(funs: Iterable[Callable[..., Any]]) -> list[Tensor]:
     Looks into cells, defaults, globals that the code names, bound objects, partials, containers, and
     the attributes of modules and plain objects.
     """
-    return [
-        item for item in _reached(funs)
-        if isinstance(item, Tensor) and item.requires_grad and item.grad_fn is not None
-    ]  # fmt: skip
+    return [tensor for tensor in tensors_within(funs) if tensor.requires_grad and tensor.grad_fn is not None]
+
+
+def tensors_within(funs: Iterable[Any]) -> Iterator[Tensor]:
+    """Iterate over all tensors within functions."""
+    return (item for item in _reached(funs) if isinstance(item, Tensor))
 
 
 def holds_compiled(funs: Iterable[Callable[..., Any]]) -> bool:

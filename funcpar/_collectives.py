@@ -92,7 +92,7 @@ def pmean(x: Any, axis_name: Hashable = None, *, axis_index_groups: IndexGroups 
         return (
             torch.zeros_like(leaf)
             if part == 0.0
-            else leaf * torch.tensor(part, dtype=leaf.real.dtype, device=leaf.device)
+            else leaf * torch.full((), part, dtype=leaf.real.dtype, device=leaf.device)
         )
 
     for axis in over_axes(axis_name):

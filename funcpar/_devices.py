@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ class Device:
         rank: Position in :func:`devices`, from 0.
         torch_device: Where tensors of its shards live.
         threads: Intra-op threads of its worker.
+        is_cpu: Whether shards of this device share memory with the caller.
 
     Example:
         >>> import funcpar as fp
@@ -35,11 +36,10 @@ class Device:
     rank: int
     torch_device: torch.device
     threads: int = 1
+    is_cpu: bool = field(init=False, repr=False, compare=False)
 
-    @property
-    def is_cpu(self) -> bool:
-        """Whether shards of this device share memory with the caller."""
-        return self.torch_device.type == "cpu"
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "is_cpu", self.torch_device.type == "cpu")
 
     def __repr__(self) -> str:
         return f"{self.torch_device.type}[{self.rank}]"
@@ -113,6 +113,11 @@ def set_cpu_devices(count: int, threads_per_device: int | None = None) -> None:
         _devices = _virtual(count, threads_per_device)
 
 
+def has_accelerator() -> bool:
+    """Tell whether torch reports an accelerator, used or not."""
+    return torch.accelerator.is_available()
+
+
 def resolve(wanted: Any, call: str) -> tuple[Device, ...]:
     """Return the devices that ``devices=`` names.
 
@@ -180,6 +185,12 @@ def _named(wanted: str | torch.device, known: tuple[Device, ...], call: str) -> 
     ]  # fmt: skip
 
 
+def accelerator_kind() -> str | None:
+    """Return the type of device that this torch was built for beside the CPU, present or not."""
+    kind = torch.accelerator.current_accelerator()
+    return None if kind is None else kind.type
+
+
 def _find() -> tuple[Device, ...]:
     given = os.environ.get("FUNCPAR_CPU_DEVICES")
     if given is not None:
@@ -189,10 +200,10 @@ def _find() -> tuple[Device, ...]:
                 f"Set it to the number of virtual CPU devices, or unset it."
             )
         return _virtual(int(given), None)
-    if torch.accelerator.is_available():
-        kind = torch.accelerator.current_accelerator()
+    if has_accelerator():
+        kind = accelerator_kind()
         assert kind is not None
-        return tuple(Device(i, torch.device(kind.type, i)) for i in range(torch.accelerator.device_count()))
+        return tuple(Device(i, torch.device(kind, i)) for i in range(torch.accelerator.device_count()))
     return _virtual(torch.get_num_threads(), None)
 
 

@@ -129,7 +129,10 @@ def _stand_in(leaf: Tensor, joined: bool, dual: bool) -> Tensor:
 @contextlib.contextmanager
 def _recorded_graph() -> Iterator[None]:
     """Record a graph, whatever the caller's mode."""
-    with torch.inference_mode(False), torch.enable_grad():
+    threads = torch._C._is_multithreading_enabled()
+    # Entering inference mode, off too, lets backward use the engine's own threads again; in a worker
+    # it must stay in the worker.
+    with torch.inference_mode(False), torch.autograd.set_multithreading_enabled(threads), torch.enable_grad():
         yield
 
 

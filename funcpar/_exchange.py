@@ -27,7 +27,7 @@ from funcpar._across import gathered
 from funcpar._graph import ROOT, Gradient, apply, is_smooth, is_wrapped, reach
 from funcpar._group import Shard, everyones, find, live
 from funcpar._maps import Extremum, Map
-from funcpar._meeting import meet
+from funcpar._meeting import here_too, meet
 from funcpar._request import Call, Request, call_site
 from funcpar._span import Span
 from funcpar._world import differentiates_above, in_dual_level, in_torch_func
@@ -123,7 +123,8 @@ def _carry_out(request: Request, wanted: Map, leaves: list[Tensor]) -> list[Tens
 def _directly(shard: Shard, request: Request, wanted: Map, leaves: list[Tensor]) -> list[Tensor]:
     call = request.call(wanted, leaves)
     brought = shard.group.exchange(shard, call, leaves)
-    outs = [wanted.output(shard.rank, column) for column in zip(*brought, strict=True)]
+    columns = here_too(zip(*brought, strict=True), shard)
+    outs = [wanted.output(shard.rank, column) for column in columns]
     shard.group.exchange(shard, call, None)
     return outs
 
@@ -221,7 +222,7 @@ class _Traced(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         ctx.request, ctx.wanted, *leaves = inputs
-        ctx.kinds = [(leaf.shape, leaf.dtype) for leaf in leaves]
+        ctx.kinds = [(leaf.shape, leaf.dtype, leaf.device) for leaf in leaves]
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Gradient) -> tuple[Gradient, ...]:
@@ -230,8 +231,8 @@ class _Traced(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, _: None, __: None, *tangents: Gradient) -> tuple[Gradient, ...]:
         given = [
-            torch.zeros(shape, dtype=dtype) if tangent is None else tangent
-            for tangent, (shape, dtype) in zip(tangents, ctx.kinds, strict=True)
+            torch.zeros(shape, dtype=dtype, device=device) if tangent is None else tangent
+            for tangent, (shape, dtype, device) in zip(tangents, ctx.kinds, strict=True)
         ]
         places = [k for k, tangent in enumerate(given) if is_smooth(tangent)]
         name = f"the tangent of {ctx.request.name}"

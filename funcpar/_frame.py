@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn, TypeAlias
 
-from funcpar import _functional, _random
+from funcpar import _functional, _random, _streams
 from funcpar._devices import Device
 from funcpar._errors import CollectiveTimeoutError, ReplicaMismatchError, ShardAborted
 from funcpar._group import Group, Shard, current, entered
@@ -33,6 +33,7 @@ class Frame:
         name_of: Names an argument leaf, by its place, as the user would.
         span: How the axis goes on in other processes, None if it does not.
         takes_turns: Whether one shard runs at a time, since what it calls is likely to be compiled.
+        is_cpu: Whether the shards share memory with the caller: nothing to copy, nothing to order.
     """
 
     devices: tuple[Device, ...]
@@ -44,10 +45,16 @@ class Frame:
     name_of: Callable[[int], str] | None = None
     span: Span | None = None
     takes_turns: bool = False
+    is_cpu: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "is_cpu", self.devices[0].is_cpu)
 
     @untraced
-    def run(self, bodies: Sequence[Body]) -> list[Any]:
+    def run(self, bodies: Sequence[Body], others: Iterable[Any] = ()) -> list[Any]:
         """Run one body per shard and return their values in rank order.
+
+        ``others`` are further streams that what the bodies read may have been made on.
 
         One body runs right here, as plain code would. So do several, one after another, when this
         is a shard already: its device is the only one they may use.
@@ -57,7 +64,9 @@ class Frame:
         levels = num_levels() if is_transformed() else None
         install()
         presence = Presence(self.takes_turns)
-        group = Group(self.axis, size, self.weights, inside and size > 1, levels, self.span, presence)
+        group = Group(
+            self.axis, size, self.weights, inside and size > 1, levels, self.span, presence, not self.is_cpu
+        )
         shards = [Shard(group, place, device) for place, device in enumerate(self.devices)]
         if self.span is None and (size == 1 or inside):
             return [
@@ -73,10 +82,14 @@ class Frame:
             presence.failed = True
             group.abort()
 
-        outcomes = run(self.devices, wrapped, abort)
+        order = None if self.is_cpu else _streams.Order(self.devices, others)
+        outcomes = run(self.devices, wrapped, abort, order)
         if any(outcome.error is not None for outcome in outcomes):
             self._raise(outcomes)
-        return [outcome.value for outcome in outcomes]
+        values = [outcome.value for outcome in outcomes]
+        if not self.is_cpu:
+            _streams.received(values)
+        return values
 
     def _wrap(self, body: Body, shard: Shard, presence: Presence) -> Body:
         stream = self.streams[shard.place]
@@ -94,7 +107,10 @@ class Frame:
 
     def _here(self, body: Body, shard: Shard) -> Any:
         try:
-            return body()
+            if shard.device.is_cpu:
+                return body()
+            with _streams.at(shard.device):
+                return body()
         except BaseException as error:
             error.add_note(self._place(shard.place))
             raise

@@ -16,54 +16,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcpar import tree
+from funcpar import _streams, tree
+from funcpar._allreduce import sum_over_shards
 from funcpar._asked import handled
 from funcpar._frame import Frame
 from funcpar._grad import Evaluation, GradientFunction
 from funcpar._graph import Gradient
 from funcpar._group import find
-from funcpar._joint import call_shards, sum_over_shards
+from funcpar._joint import call_shards
 from funcpar._merge import Merge
 from funcpar._overlap import Overlap
 from funcpar._reduce import add_up
 from funcpar._request import Call, call_site
 from funcpar._span import Span
 from funcpar._split import Split
-
-
-def is_pmapped(fun: Any) -> bool:
-    """Tell whether a function is what pmap returned, and no wrapper of it."""
-    return getattr(fun, "__funcpar__", (None, None))[1] == id(fun)
-
-
-def gradient_within(fun: Callable[..., Any]) -> tuple[GradientFunction | None, bool]:
-    """Return the gradient function under partial and wraps, and whether code of the user wraps it."""
-    wrapped = False
-    while not isinstance(fun, GradientFunction):
-        if isinstance(fun, functools.partial):
-            fun = fun.func
-        elif hasattr(fun, "__wrapped__") and not is_pmapped(fun):
-            fun, wrapped = fun.__wrapped__, True
-        else:
-            return None, False
-    return fun, wrapped
-
-
-def specs_of(call: str, gradient: GradientFunction, out_axes: Any) -> tuple[str, Any]:
-    """Return what ``out_axes`` says of the value and of aux.
-
-    Raises:
-        ValueError: The value has a spec under which there is no one gradient.
-    """
-    value, aux = out_axes, out_axes
-    if gradient.has_aux and isinstance(out_axes, tuple | list) and len(out_axes) == 2:
-        value, aux = out_axes
-    if value not in ("auto", "mean", "sum"):
-        raise ValueError(
-            f"{call}: out_axes={out_axes!r} asks for a value that is neither a mean nor a sum over shards, "
-            f'and {gradient.call} differentiates one number.\nGive "mean" or "sum" for the value.'
-        )
-    return ("mean" if value == "auto" else value), aux
 
 
 @dataclass(slots=True)
@@ -108,7 +74,8 @@ class Fused:
     def run(self) -> Any:
         """Return what the gradient function would return for the whole."""
         size, span = len(self.split.devices), self.merge.span
-        if self.is_local and not self.gradient.has_aux:
+        plain = self.frame.is_cpu and self.merge.donation is None
+        if self.is_local and not self.gradient.has_aux and plain:
             args, kwargs = self.split.rebuild(self.split.leaves[0])
             return self.frame.run([lambda: self.fun(*args, **kwargs)])[0]
         self.found = [None] * size
@@ -157,7 +124,9 @@ class Fused:
         return leaves, self._axes(leaves, self.split.leaves[0]), spec.order()
 
     def _answer(self, answers: list[list[Any]]) -> Any:
-        structures = [aux for _, aux, _ in self.found]
+        if self.merge.donation is not None:
+            self.split.leaves = []
+        structures = [aux for _, aux, *_ in self.found]
         count = structures[0].num_leaves
         values = [answer[0] for answer in answers]
         auxes = [
@@ -179,7 +148,7 @@ class Fused:
             found: Evaluation = self.fun(*args, **kwargs)
         aux_leaves, aux_spec = tree.flatten(found.aux)
         axes = self._axes(found.leaves, leaves)
-        self.found[place] = (found, aux_spec, axes)
+        self.found[place] = (found, aux_spec, axes, self._places(found, leaves))
         if self.overlap is not None:
             self._end(self.overlap, place, found)
             return [found.value, *self.split.marked(leaves, aux_leaves), *found.grads]
@@ -244,6 +213,10 @@ class Fused:
                 whole = value, self._across(totals, axes, gradient.differentiated(args, kwargs)[1].order())
             call = Call(gradient.call, "result", call_site())
             found.value, grads = shard.group.exchange(shard, call, whole, limited=False)[0]
+            if not shard.device.is_cpu:
+                home = shard.device.torch_device
+                found.value = _streams.bring(found.value, home)
+                grads = [g if g is None else _streams.bring(g, home) for g in grads]
             mine = gradient.finish(found.leaves, own)
             return gradient.answer(
                 found, [g if axis is None else m for g, m, axis in zip(grads, mine, axes, strict=True)]
@@ -283,17 +256,35 @@ class Fused:
             totals[k] = total
         return totals
 
+    def _places(self, found: Evaluation, leaves: list[Any]) -> list[int | None]:
+        """Return the place among all arguments of each differentiated leaf, on accelerators."""
+        known = {} if self.frame.is_cpu else {id(leaf): k for k, leaf in enumerate(leaves)}
+        return [known.get(id(leaf)) for leaf in found.leaves]
+
     def _gradients(self, rows: Sequence[list[Gradient]]) -> list[Gradient]:
         """Return the gradient of each leaf: a sum over shards, or the rows of all."""
-        first, _, axes = self.found[0]
+        first, _, axes, _ = self.found[0]
         whole = [self.totals.get(k) for k in range(len(axes))]
+        if not self.frame.is_cpu:
+            _streams.received(whole)
         for k, axis in enumerate(axes):
             column = [row[k] for row in rows]
             if axis is None and whole[k] is None:
                 whole[k] = add_up(column)
             elif axis is not None:
-                leaves = [found.leaves[k] for found, _, _ in self.found]
+                leaves = [found.leaves[k] for found, *_ in self.found]
                 parts: list[Any] = self.gradient.finish(leaves, column)
                 if isinstance(parts[0], Tensor):
                     whole[k] = torch.cat([part.to(parts[0].device) for part in parts], axis)
-        return self._across(self.gradient.finish(first.leaves, whole), axes, self.order)
+        whole = self._across(self.gradient.finish(first.leaves, whole), axes, self.order)
+        if self.merge.donation is not None:
+            whole = [self.merge.donation.settle(grad) for grad in whole]
+        return whole if self.frame.is_cpu else self._at_home(whole)
+
+    def _at_home(self, grads: list[Gradient]) -> list[Gradient]:
+        """Return the gradients where the caller's arguments live."""
+        homes = [None if leaf is None else self.split.whole[leaf] for leaf in self.found[0][3]]
+        return [
+            _streams.home(grad, home.device) if grad is not None and isinstance(home, Tensor) else grad
+            for grad, home in zip(grads, homes, strict=True)
+        ]

@@ -13,6 +13,9 @@ from torch import Tensor
 
 Gradient: TypeAlias = Tensor | None
 
+# Types that are nothing but their values: of others, a copy or an end may not be what it seems.
+PLAIN_TYPES: tuple[type[Tensor], ...] = (Tensor, torch.nn.Parameter)
+
 # A leaf under every exchange between shards, so that a backward can be made to run it.
 ROOT = torch.zeros((), requires_grad=True)
 

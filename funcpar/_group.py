@@ -14,10 +14,11 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
+from funcpar import _streams
 from funcpar._devices import Device
-from funcpar._errors import CollectiveTimeoutError, ReplicaMismatchError, ShardAborted, UnboundAxisError
+from funcpar._errors import CollectiveTimeoutError, ShardAborted, UnboundAxisError
 from funcpar._limits import waiting_time
-from funcpar._request import Call
+from funcpar._request import Call, different, returned_early
 from funcpar._span import Span
 from funcpar._world import untraced
 
@@ -73,6 +74,7 @@ class Group:
         levels: How many torch.func transforms surround the call; None if it is not transformed, nor
             under a dual level. If it is, the shards share the caller's graph.
         presence: Is told when a shard waits for the others.
+        ordered: Whether shards that meet must also be ordered on their accelerators.
     """
 
     def __init__(
@@ -84,12 +86,14 @@ class Group:
         levels: int | None = None,
         span: Span | None = None,
         presence: Presence | None = None,
+        ordered: bool = False,
     ) -> None:
         self.name = name
         self.num_here = num_here
         self.serial = serial
         self.levels = levels
         self.span = span
+        self.ordered = ordered
         self._weights = weights
         self._presence = presence
         self._lock = _thread.allocate_lock()
@@ -139,6 +143,13 @@ class Group:
                 f"{call}: the shards of this call run one after another, since it was made inside "
                 f"another shard, and cannot meet.\nMake the call outside of the shard."
             )
+        if self.ordered:
+            marked = value, _streams.mark()
+            values = _streams.meet(self._exchange(rank, call, marked, limited, None), rank)
+            return values if across is None else self._exchange(rank, call, values[rank], limited, across)
+        return self._exchange(rank, call, value, limited, across)
+
+    def _exchange(self, rank: int, call: Call, value: Any, limited: bool, across: Across | None) -> list[Any]:
         with self._lock:
             self._check(rank, call)
             if self._failure is not None:
@@ -181,7 +192,7 @@ class Group:
             self._returned.add(rank)
             if self._waiting and self._failure is None:
                 waiting, (call, _) = next(iter(self._waiting.items()))
-                self._fail(_returned_early(rank, waiting, call))
+                self._fail(returned_early(rank, waiting, call))
 
     def abort(self) -> None:
         """Release every shard that waits, now or later: one of them failed."""
@@ -196,11 +207,11 @@ class Group:
         if self._failure is not None:
             return
         if self._returned:
-            self._fail(_returned_early(min(self._returned), rank, call))
+            self._fail(returned_early(min(self._returned), rank, call))
             return
         for other, (theirs, _) in self._waiting.items():
             if not theirs.matches(call):
-                self._fail(_different(other, theirs, rank, call))
+                self._fail(different(other, theirs, rank, call))
                 return
 
     def _fail(self, failure: Callable[[], BaseException]) -> None:
@@ -225,28 +236,6 @@ class Group:
                 f"Every shard must make the same calls; FUNCPAR_TIMEOUT (seconds) sets the limit."
             )
             self._fail(lambda: CollectiveTimeoutError(message))
-
-
-def _different(other: int, theirs: Call, rank: int, call: Call) -> Callable[[], BaseException]:
-    calls = "".join(
-        f"\n  shard {r} called {c}" for r, c in sorted([(other, theirs), (rank, call)], key=_first)
-    )
-    return lambda: ReplicaMismatchError(
-        f"the shards of one axis made different calls:{calls}\n"
-        f"Every shard must make the same collective calls in the same order."
-    )
-
-
-def _returned_early(returned: int, rank: int, call: Call) -> Callable[[], BaseException]:
-    return lambda: ReplicaMismatchError(
-        f"the shards of one axis made different calls:\n  shard {rank} called {call}\n"
-        f"  shard {returned} returned without it\n"
-        f"Every shard must make the same collective calls in the same order."
-    )
-
-
-def _first(pair: tuple[int, Any]) -> int:
-    return pair[0]
 
 
 _live: ContextVar[tuple[Shard, ...]] = ContextVar("funcpar_live", default=())

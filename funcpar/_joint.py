@@ -19,14 +19,16 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from funcpar import _streams
+from funcpar._allreduce import sum_over_shards
 from funcpar._depends import check_closed_over, depended_on, sequence_number
 from funcpar._exchange import complete, recording
 from funcpar._frame import Frame
-from funcpar._graph import ROOT, Gradient, apply, explain_compiled, owned, refuse_hidden
+from funcpar._graph import ROOT, Gradient, apply, explain_compiled, refuse_hidden
 from funcpar._group import current
 from funcpar._pieces import Piece, Sources
-from funcpar._reduce import add_up, reduce_share
-from funcpar._request import Call
+from funcpar._reduce import add_up
+from funcpar._transfer import Transfer
 from funcpar._world import is_transformed
 
 Leafwise: TypeAlias = Callable[[list[Any]], list[Any]]
@@ -39,17 +41,21 @@ def call_shards(
 
     What is not joined is what the bodies return, and no part of the caller's graph.
     """
+    if frame.is_cpu and len(bodies) == 1:
+        return _call_shards(frame, bodies, inputs, None, is_joined)
     shared = _shared(inputs)
     versions = [leaf._version for _, leaf in shared]
-    answers = _call_shards(frame, bodies, inputs, is_joined)
-    for (k, leaf), version in zip(shared, versions, strict=True):
-        if leaf._version != version:
-            name = frame.name_of(k) if frame.name_of else f"a tensor of shape {tuple(leaf.shape)}"
-            raise ValueError(
-                f"{frame.where}: {name}, which the shards share, was written to in place by the function, "
-                f"by several shards at the same time.\n"
-                f"Return the new value instead, or let each shard write to a copy of its own."
-            )
+    transfer = None if frame.is_cpu else Transfer(frame.devices, inputs, _is_graph(bodies))
+    answers = _call_shards(frame, bodies, inputs, transfer, is_joined)
+    written = [k for (k, leaf), version in zip(shared, versions, strict=True) if leaf._version != version]
+    for k in written + ([] if transfer is None else transfer.written(inputs[0])):
+        leaf = inputs[0][k]
+        name = frame.name_of(k) if frame.name_of else f"a tensor of shape {tuple(leaf.shape)}"
+        raise ValueError(
+            f"{frame.where}: {name}, which the shards share, was written to in place by the function, "
+            f"by several shards at the same time.\n"
+            f"Return the new value instead, or let each shard write to a copy of its own."
+        )
     return answers
 
 
@@ -64,13 +70,24 @@ def _shared(inputs: Sequence[list[Any]]) -> list[tuple[int, Tensor]]:
     ]  # fmt: skip
 
 
+def _is_graph(bodies: Sequence[Any]) -> bool:
+    """Tell whether shards work in the caller's own graph, or that of a shard around them."""
+    return (len(bodies) == 1 and current() is not None) or is_transformed()
+
+
 def _call_shards(
-    frame: Frame, bodies: Sequence[Leafwise], inputs: Sequence[list[Any]], is_joined: bool
+    frame: Frame,
+    bodies: Sequence[Leafwise],
+    inputs: Sequence[list[Any]],
+    transfer: Transfer | None,
+    is_joined: bool,
 ) -> list[list[Any]]:
-    nested = len(bodies) == 1 and current() is not None  # Part of the graph of the shard around it.
-    if nested or not is_joined or not torch.is_grad_enabled() or is_transformed():
-        return frame.run([partial(body, leaves) for body, leaves in zip(bodies, inputs, strict=True)])
-    return _call_joined(frame, bodies, inputs, Sources(), [None] * len(bodies))
+    if is_joined and torch.is_grad_enabled() and not _is_graph(bodies):
+        return _call_joined(frame, bodies, inputs, Sources(), [None] * len(bodies), transfer)
+    if transfer is not None:
+        bodies = [transfer.bringing(rank, body) for rank, body in enumerate(bodies)]
+    tasks = [partial(body, leaves) for body, leaves in zip(bodies, inputs, strict=True)]
+    return frame.run(tasks, () if transfer is None else transfer.streams)
 
 
 def _call_joined(
@@ -79,6 +96,7 @@ def _call_joined(
     inputs: Sequence[list[Any]],
     sources: Sources,
     before: Sequence[Piece | None],
+    transfer: Transfer | None = None,
 ) -> list[list[Any]]:
     """Run the bodies on stand-ins, and make what they return part of the caller's graph.
 
@@ -89,9 +107,11 @@ def _call_joined(
         {k: sources.index(leaf) for k, leaf in enumerate(leaves) if _needs_gradient(leaf)}
         for leaves in inputs
     ]
-    answers = frame.run(
-        [partial(_on_stand_ins, frame, *each) for each in zip(bodies, inputs, places, before, strict=True)]
-    )
+    tasks = [
+        partial(_on_stand_ins, frame, transfer, rank, *each)
+        for rank, each in enumerate(zip(bodies, inputs, places, before, strict=True))
+    ]
+    answers = frame.run(tasks, () if transfer is None else transfer.streams)
     pieces = [piece for _, piece in answers]
     seen: set[Any] = set()
     for piece in pieces:
@@ -130,9 +150,17 @@ def _copied(frame: Frame, pieces: Sequence[Piece], before: Sequence[Piece | None
 
 
 def _on_stand_ins(
-    frame: Frame, body: Leafwise, leaves: list[Any], places: dict[int, int], before: Piece | None
+    frame: Frame,
+    transfer: Transfer | None,
+    rank: int,
+    body: Leafwise,
+    leaves: list[Any],
+    places: dict[int, int],
+    before: Piece | None,
 ) -> tuple[list[Any], Piece]:
     """Run one body on stand-ins for the leaves at ``places``, in a shard, and keep its graph."""
+    if transfer is not None:
+        leaves = transfer.bring(rank, leaves)
     stands: dict[int, Tensor] = {}
     given = list(leaves)
     for k, source in places.items():
@@ -179,6 +207,8 @@ class _Graphs:
         self.frame = frame
         self.pieces = pieces
         self.sources = sources.tensors
+        # Backward runs in a thread of torch's engine, whose streams need not be the caller's.
+        self.streams = [] if frame.is_cpu else _streams.current_streams(d.torch_device for d in frame.devices)
 
     def pull(self, cotangents: list[list[Gradient]], wanted: Sequence[bool]) -> list[Gradient]:
         """Return the gradient of each wanted source: the sum over shards, in rank order."""
@@ -193,11 +223,20 @@ class _Graphs:
 
         def backward(piece: Piece, given: list[Gradient]) -> None:
             row: list[Gradient] = [None] * len(wanted)
+            _streams.received(given)
             _pull_piece(piece, wanted, row, given, keep=keep or piece.is_shared, create=False)
             sum_over_shards(row, totals)
 
-        self.frame.run([partial(backward, *each) for each in zip(self.pieces, cotangents, strict=True)])
-        return [totals.get(k) for k in range(len(wanted))]
+        self.frame.run(
+            [partial(backward, *each) for each in zip(self.pieces, cotangents, strict=True)], self.streams
+        )
+        if not self.frame.is_cpu:
+            _streams.received(totals, self.streams)
+        return [self._at_home(k, totals.get(k)) for k in range(len(wanted))]
+
+    def _at_home(self, k: int, grad: Gradient) -> Gradient:
+        """Return the gradient of a source where the source lives."""
+        return grad if grad is None else _streams.home(grad, self.sources[k].device)
 
     def _pull_joined(self, cotangents: list[list[Gradient]], wanted: Sequence[bool]) -> list[Gradient]:
         """The same, as part of a graph that leads to the sources and the cotangents."""
@@ -214,7 +253,7 @@ class _Graphs:
 
         bodies = [partial(backward, piece) for piece in self.pieces]
         rows = _call_joined(self.frame, bodies, cotangents, Sources(self.sources), self.pieces)
-        grads = [add_up([row[k] for row in rows]) for k in range(len(wanted))]
+        grads = [self._at_home(k, add_up([row[k] for row in rows])) for k in range(len(wanted))]
         if self.frame.span is not None:
             anchor = self.frame.span.anchors.pop()
             if all(grad is None for grad in grads):  # The other processes' gradients have a backward too.
@@ -257,23 +296,3 @@ def _pull_piece(
     for k, grad in zip(asked, grads, strict=False):
         which = piece.which[k]  # Twice the same where a function takes a tensor and closes over it.
         row[which] = grad if row[which] is None else add_up([row[which], grad])
-
-
-def sum_over_shards(row: list[Gradient], totals: dict[int, Gradient], ready: bool = True) -> bool:
-    """Bring this shard's gradients, and do this worker's share of the sums into ``totals``.
-
-    Nothing is summed, and False returned, unless all shards are ready.
-    """
-    shard = current()
-    assert shard is not None
-    if shard.group.serial:
-        totals.update({k: add_up([totals.get(k), grad]) for k, grad in enumerate(row)})
-        return True
-    reusable = owned(row) if shard.place == 0 else []
-    brought = shard.group.exchange(
-        shard, Call("the sum of gradients", None, ""), (row, reusable, ready), limited=False
-    )
-    if not all(theirs for _, _, theirs in brought):
-        return False
-    reduce_share([theirs for theirs, _, _ in brought], brought[0][1], shard.place, totals)
-    return True

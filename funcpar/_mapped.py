@@ -17,8 +17,9 @@ from funcpar._axes import InAxes
 from funcpar._binding import Argument, Binder
 from funcpar._compile import Compilation, Plan
 from funcpar._devices import Device, resolve
+from funcpar._donation import Donation
 from funcpar._frame import Frame
-from funcpar._fused import Fused, gradient_within, specs_of
+from funcpar._fused import Fused
 from funcpar._group import current
 from funcpar._joint import call_shards
 from funcpar._link import Link
@@ -26,6 +27,7 @@ from funcpar._merge import Merge
 from funcpar._random import Streams
 from funcpar._span import Span
 from funcpar._split import Split, weights_of
+from funcpar._within import gradient_within, specs_of
 from funcpar._world import is_transformed
 
 
@@ -51,6 +53,7 @@ class Mapped:
         weight: Callable[..., Any] | None,
         compilation: Compilation,
         spans: bool,
+        donated: frozenset[int],
     ) -> None:
         self.fun = fun
         self.call = call
@@ -62,6 +65,9 @@ class Mapped:
         self.weight = weight
         self.compilation = compilation
         self.spans = spans
+        self.donated = donated
+        self.checked: set[Any] = set()
+        self.has_looked = False
         self.signatures: dict[Any, bytes] = {}
         self.gradient, self.wrapped = gradient_within(fun)
         self.takes_local_gradient = _is_torch_func_gradient(fun)
@@ -76,12 +82,18 @@ class Mapped:
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         link = distributed.link() if self.spans and current() is None else None
         if link is None:
-            return self._call(args, kwargs, None)
+            return self._bind(args, kwargs, None)
         with link.call(self.call):
-            return self._call(args, kwargs, link)
+            return self._bind(args, kwargs, link)
 
-    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any], link: Link | None) -> Any:
+    def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any], link: Link | None) -> Any:
         arguments = self.binder.bind(args, kwargs)
+        if self.donated:
+            with self._donation(arguments) as donation:
+                return self._call(arguments, link, donation)
+        return self._call(arguments, link, None)
+
+    def _call(self, arguments: list[Argument], link: Link | None, donation: Donation | None) -> Any:
         split = self.in_axes.split(arguments, self._devices(), self.devices is not None)
         if link is None:
             split, weights = self._weigh(split)
@@ -103,8 +115,9 @@ class Mapped:
             span=span,
             takes_turns=plan.takes_turns,
         )
+        merge = Merge(self.call, split, weights, span, None if frame.is_cpu else self.checked, donation)
         with nullcontext() if span is None else span:
-            out = self._run(split, frame, Merge(self.call, split, weights, span), plan)
+            out = self._run(split, frame, merge, plan)
         self.compilation.finish(plan)
         return out
 
@@ -116,6 +129,20 @@ class Mapped:
         if self.wrapped:
             return self._plain(split, frame, merge, "auto", plan, fused)
         return fused.run()
+
+    def _donation(self, arguments: list[Argument]) -> Donation:
+        if current() is not None or is_transformed():
+            raise ValueError(
+                f"{self.call}: donate_argnums in a shard, or under a torch.func transform, would take memory "
+                f"from others that use it.\nDonate in the outermost call."
+            )
+        flat = [tree.leaves_with_path(argument.value, argument.root) for argument in arguments]
+        chosen = [argument.position in self.donated for argument in arguments]
+        donation = Donation(self.call, flat, chosen)
+        if not self.has_looked:
+            donation.refuse_closed_over([self.fun])
+            self.has_looked = True
+        return donation
 
     def _devices(self) -> tuple[Device, ...]:
         shard = current()
@@ -189,6 +216,8 @@ class Mapped:
             return split.marked(leaves, out)
 
         answers = call_shards(frame, [functools.partial(body, rank) for rank in range(size)], split.leaves)
+        if merge.donation is not None:
+            split.leaves = []
         outs = [
             tree.unflatten(spec, split.unmarked(answer)) for spec, answer in zip(specs, answers, strict=True)
         ]

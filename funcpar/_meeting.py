@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from funcpar import _streams
 from funcpar._buckets import Sums
 from funcpar._group import Shard, everyones
 from funcpar._maps import Map, Sum
@@ -33,7 +34,7 @@ def meet(
     if sum(leaf.numel() for leaf in leaves) > _SMALL:
         return _meet_in_place(shard, call, wanted, given, records)
     brought = shard.group.exchange(shard, call, ([leaf.clone() for leaf in given], records))
-    columns = _here_too(zip(*(theirs for theirs, _ in brought), strict=True), shard)
+    columns = here_too(zip(*(theirs for theirs, _ in brought), strict=True), shard)
     outs = [wanted.output(shard.rank, column) for column in columns]
     return outs, any(theirs for _, theirs in brought)
 
@@ -48,7 +49,7 @@ def _meet_in_place(
     if isinstance(wanted, Sum):
         rooms = brought[wanted.group(shard.rank)[0]][2]
     outs = []
-    columns = _here_too(zip(*(theirs[0] for theirs in brought), strict=True), shard)
+    columns = here_too(zip(*(theirs[0] for theirs in brought), strict=True), shard)
     for column, room in zip(columns, rooms, strict=True):
         if room is None:
             outs.append(wanted.output(shard.rank, column))
@@ -83,7 +84,7 @@ def _meet_across(
         ((totals, recorded),) = group.exchange(shard, call, (given, records), across=_totals)
         return [total.clone() for total in totals], recorded
     brought = group.exchange(shard, call, (given, records), across=everyones)
-    columns = _here_too(zip(*(theirs for theirs, _ in brought), strict=True), shard)
+    columns = here_too(zip(*(theirs for theirs, _ in brought), strict=True), shard)
     outs = [wanted.output(shard.rank, column) for column in columns]
     if group.num_here > 1:  # Nobody writes into what it brought before all have read it.
         group.exchange(shard, call, None, limited=False)
@@ -99,12 +100,12 @@ def _totals(span: Span, call: Call, values: list[Any]) -> list[Any]:
     return [(Sums.of(span.link, asked, mine), recorded)]
 
 
-def _here_too(columns: Iterable[Sequence[Tensor]], shard: Shard) -> Iterable[Sequence[Tensor]]:
+def here_too(columns: Iterable[Sequence[Tensor]], shard: Shard) -> Iterable[Sequence[Tensor]]:
     """Bring what all shards brought to this shard's device."""
     device = shard.device
     if device.is_cpu:
         return columns
-    return [[value.to(device.torch_device, non_blocking=True) for value in column] for column in columns]
+    return [[_streams.bring(value, device.torch_device) for value in column] for column in columns]
 
 
 def _room_for(leaf: Tensor) -> Room | None:

@@ -8,20 +8,23 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from funcpar import tree
-from funcpar._equality import all_equal, kind, plain_lists, same_object, where_unequal
+from funcpar._donation import Donation
+from funcpar._equality import all_equal, kind, same_object, where_unequal
 from funcpar._errors import ReplicaMismatchError
-from funcpar._graph import holds_tensors, is_smooth, shares_memory
+from funcpar._graph import is_smooth, shares_memory
+from funcpar._outputs import check_lists, check_open, check_tensors
 from funcpar._reduce import add_up
 from funcpar._span import LOCAL, PART, SAME, Span
 from funcpar._split import Split
 from funcpar._staging import Shards
+from funcpar._transfer import remember_column
 
 # What a spec makes of a leaf, seen from the other processes; anything else stays with its process.
 _ACROSS = {"mean": PART, "sum": PART, None: SAME}
@@ -36,12 +39,18 @@ class Merge:
         split: What each shard got.
         weights: Weight of each shard in a mean.
         span: How the axis goes on in other processes, None if it does not.
+        checked: On accelerators, what was found equal in earlier calls.
+        donation: What the call's results may use the memory of.
+        events: On accelerators, after what the results are there.
     """
 
     call: str
     split: Split
     weights: Sequence[float]
     span: Span | None = None
+    checked: set[Any] | None = None
+    donation: Donation | None = None
+    events: dict[torch.device, Any] = field(default_factory=dict)
 
     def trees(
         self, spec: Any, outs: Sequence[Any], gradients: Collection[int] = (), root: str = "output"
@@ -66,7 +75,7 @@ class Merge:
                 ) from None
         specs = tree.broadcast_prefix(spec, structure, f"{self.call}: out_axes")
         paths = structure.paths(root)
-        self._check_lists(specs, rows, outs)
+        check_lists(self.call, self.split.rows, specs, rows, outs)
         local = [k for k in sorted(gradients) if specs[k] == "auto"]
         if local and (len(outs) > 1 or self.span is not None):
             self._refuse_gradient(paths[local[0]])
@@ -136,20 +145,25 @@ class Merge:
     def _resolved(self, spec: Any, column: list[Any], path: str) -> Any:
         """Return the spec that holds for a leaf: what "auto" finds; equality for means of integers."""
         if spec == "auto" or spec is None:
-            self._check_open(column, path)
+            check_open(self.call, column, path)
         if spec == "auto":
             spec = self._auto(column, path)
         if spec == "mean" and isinstance(column[0], Tensor) and not is_smooth(column[0]):
-            self._tensors(column, path, 'out_axes="mean"', alike=True)
+            check_tensors(self.call, column, path, 'out_axes="mean"', alike=True)
             return None
         return spec
 
     def _merged(self, spec: Any, column: list[Any], path: str) -> Any:
         if isinstance(spec, int):
-            return self._joined(spec, column, path)
-        return {"mean": self._mean, "sum": self._sum, "stack": self._stack, None: self._equal}[spec](
-            column, path
-        )
+            merged = self._joined(spec, column, path)
+        else:
+            merge = {"mean": self._mean, "sum": self._sum, "stack": self._stack, None: self._equal}[spec]
+            merged = merge(column, path)
+        if self.donation is not None:
+            merged = self.donation.settle(merged)
+        if spec is None and not self.split.devices[0].is_cpu:
+            remember_column(merged, column, self.events)
+        return merged
 
     def _auto(self, column: list[Any], path: str) -> Any:
         alone = len(column) == 1 and self.span is not None and not self.split.is_replicated(column[0])
@@ -158,7 +172,7 @@ class Merge:
                 return "mean"
             if self._follows_rows(column):
                 return 0
-        if not all_equal(column):
+        if not all_equal(column, path, self.checked):
             shapes = ", ".join(kind(leaf) for leaf in column)
             rows = (
                 "nothing is mapped" if self.split.rows is None else f"the shards have {self.split.rows} rows"
@@ -185,7 +199,7 @@ class Merge:
         return factor > 0 and sizes == [factor * n for n in rows]
 
     def _joined(self, dim: int, column: list[Any], path: str) -> Any:
-        self._tensors(column, path, f"out_axes={dim}", alike=False)
+        check_tensors(self.call, column, path, f"out_axes={dim}", alike=False)
         if any(not -leaf.dim() <= dim < leaf.dim() for leaf in column):
             raise ValueError(
                 f"{self.call}: {path} has {column[0].dim()} dimensions and cannot be joined along dimension "
@@ -200,12 +214,13 @@ class Merge:
             )
         if len(column) == 1:
             return self._own(column[0])
-        return torch.cat([leaf.to(column[0].device) for leaf in column], dim)
+        parts = [leaf.to(column[0].device) for leaf in column]
+        return torch.cat(parts, dim) if self.donation is None else self.donation.joined(parts, dim)
 
     def _mean(self, column: list[Any], path: str) -> Any:
         if all(isinstance(leaf, float | complex) for leaf in column):
             return sum(leaf * share for leaf, share in zip(column, self.shares(), strict=True) if share)
-        self._tensors(column, path, 'out_axes="mean"', alike=True)
+        check_tensors(self.call, column, path, 'out_axes="mean"', alike=True)
         if len(column) == 1 and self.span is None:
             return self._own(column[0])
         real = column[0].real.dtype if column[0].is_complex() else column[0].dtype
@@ -213,7 +228,7 @@ class Merge:
         for leaf, share in zip(column, self.shares(), strict=True):
             if share:  # A shard of weight 0 may hold 0/0.
                 # A tensor: the tangent of a 0-d tensor times a Python float would be float64.
-                term = leaf.to(column[0].device) * torch.tensor(share, dtype=real, device=column[0].device)
+                term = leaf.to(column[0].device) * torch.full((), share, dtype=real, device=column[0].device)
                 total = term if total is None else total + term
         if total is None:
             assert self.span is not None  # Alone, some shard has a share.
@@ -234,7 +249,7 @@ class Merge:
     def _sum(self, column: list[Any], path: str) -> Any:
         if all(isinstance(leaf, numbers.Number) for leaf in column):
             return sum(column)
-        self._tensors(column, path, 'out_axes="sum"', alike=True)
+        check_tensors(self.call, column, path, 'out_axes="sum"', alike=True)
         first = column[0]
         if first.dtype is torch.bool:
             column = [leaf.to(torch.int64) for leaf in column]
@@ -242,11 +257,11 @@ class Merge:
 
     def _stack(self, column: list[Any], path: str) -> Tensor:
         column = [torch.as_tensor(leaf) if isinstance(leaf, numbers.Number) else leaf for leaf in column]
-        self._tensors(column, path, 'out_axes="stack"', alike=True)
+        check_tensors(self.call, column, path, 'out_axes="stack"', alike=True)
         return torch.stack([leaf.to(column[0].device) for leaf in column])
 
     def _equal(self, column: list[Any], path: str) -> Any:
-        if not all_equal(column):
+        if not all_equal(column, path, self.checked):
             raise ReplicaMismatchError(
                 f"{self.call}: {path} was promised equal on all shards and is not: "
                 f"{', '.join(kind(leaf) for leaf in column)}{where_unequal(column)}.\n"
@@ -259,42 +274,3 @@ class Merge:
         if not isinstance(leaf, Tensor) or self.split.is_replicated(leaf):
             return leaf
         return leaf.clone() if shares_memory(leaf, self.split.whole) else leaf
-
-    def _check_open(self, column: list[Any], path: str) -> None:
-        """Refuse what may hold rows that nobody would join."""
-        for leaf in column:
-            if not isinstance(leaf, Tensor) and holds_tensors(leaf):
-                raise TypeError(
-                    f"{self.call}: {path} is a {type(leaf).__qualname__} that holds tensors or arrays, and "
-                    f"is no pytree node, so its rows cannot be joined.\n"
-                    f"Return tensors in dicts, lists, tuples or dataclasses (torch.from_numpy makes an array "
-                    f'a tensor), or leave it where it is with out_axes="shards".'
-                )
-
-    def _check_lists(self, specs: list[Any], rows: list[list[Any]], outs: Sequence[Any]) -> None:
-        """Refuse lists of plain values with one entry per row: equal ones would lose rows in silence."""
-        if "auto" not in specs or self.split.rows is None or len(outs) == 1:
-            return
-        if all(isinstance(leaf, Tensor) for leaf in rows[0]):
-            return
-        for path, items in plain_lists(outs[0], "output"):
-            if len(items) == self.split.rows[0] and len(set(self.split.rows)) == 1:
-                raise ValueError(
-                    f"{self.call}: {path} is a list with one entry per row of its shard, and "
-                    f'out_axes="auto" joins only tensors.\n'
-                    f'Return a tensor, or give it out_axes=None if all shards agree, or "shards".'
-                )
-
-    def _tensors(self, column: list[Any], path: str, wanted: str, alike: bool) -> None:
-        if not all(isinstance(leaf, Tensor) for leaf in column):
-            raise TypeError(
-                f"{self.call}: {path} is {', '.join(kind(leaf) for leaf in column)}, and "
-                f"{wanted} needs tensors.\n"
-                f"Return a tensor, or give it out_axes=None if all shards agree."
-            )
-        if len({leaf.dtype for leaf in column}) > 1 or (alike and len({leaf.shape for leaf in column}) > 1):
-            raise ReplicaMismatchError(
-                f"{self.call}: {path} differs in shape or dtype between shards: "
-                f"{', '.join(kind(leaf) for leaf in column)}; {wanted} needs them alike.\n"
-                f"Return the same from every shard."
-            )

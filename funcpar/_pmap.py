@@ -7,10 +7,10 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 from funcpar._axes import InAxes
-from funcpar._binding import Binder, check_in_axes, check_out_axes, static_positions
+from funcpar._binding import Binder, check_in_axes, check_out_axes, positions
 from funcpar._compile import Compilation
-from funcpar._fused import gradient_within
 from funcpar._mapped import Mapped
+from funcpar._within import gradient_within
 
 
 def pmap(
@@ -23,8 +23,9 @@ def pmap(
     weight: Callable[..., Any] | None = None,
     min_rows: int = 1,
     static_broadcasted_argnums: int | Sequence[int] = (),
-    compile: bool = False,
     processes: str = "all",
+    compile: bool = False,
+    donate_argnums: int | Sequence[int] = (),
 ) -> Callable[..., Any]:
     """Map a function over the rows of its arguments, one shard of rows per device, all at once.
 
@@ -64,14 +65,17 @@ def pmap(
             devices of all. Each passes its own rows, any number of them, and the same replicated
             arguments; rows of results stay with their process, everything else is the same in all.
             ``"local"``: the axis ends with this process.
+        donate_argnums: Positions of arguments that the caller does not need again: results of the same
+            shape, dtype and device may get their memory, and using them after the call raises. If the
+            function fails they stay what they were.
 
     Returns:
         A function with the signature of ``fun``.
 
     Raises:
         TypeError: An argument is of the wrong kind, or cannot be split into rows.
-        ValueError: Mapped arguments disagree on the rows, nothing is mapped, or an output cannot be
-            merged as asked.
+        ValueError: Mapped arguments disagree on the rows, nothing is mapped, an output cannot be
+            merged as asked, or something else uses what is donated.
         ReplicaMismatchError: The shards returned different structures, or different values for
             ``out_axes=None``.
 
@@ -110,17 +114,19 @@ def pmap(
     binder = Binder(fun)
     check_in_axes(call, in_axes, binder)
     check_out_axes(call, out_axes)
+    static = positions(call, "static_broadcasted_argnums", static_broadcasted_argnums, binder)
     mapped = Mapped(
         fun,
         call,
         axis_name,
         binder,
-        InAxes(call, in_axes, static_positions(call, static_broadcasted_argnums, binder), min_rows),
+        InAxes(call, in_axes, static, min_rows),
         out_axes,
         devices,
         weight,
         Compilation(call, fun, gradient_within(fun)[0], compile),
         processes == "all",
+        positions(call, "donate_argnums", donate_argnums, binder),
     )
 
     @functools.wraps(fun)

@@ -8,23 +8,27 @@ import threading
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from funcpar import _random, tree
-from funcpar._devices import resolve
+from funcpar import _random, _streams, tree
+from funcpar._devices import Device, resolve
+from funcpar._transfer import send_rows, stage_leaves
 from funcpar._world import World
 
 
 def stage(tree_of_params: Any, devices: Any = None) -> Any:
     """Place a tree on every device ahead of time.
 
-    On virtual CPU devices, which share memory, nothing is ever copied: the tree that comes back holds
-    the same tensors.
+    The tree that comes back holds the same tensors. Accelerators get copies, which pmap finds again
+    as long as a tensor has the same memory and version; a changed one, also by an optimizer step, is
+    sent once by the next call. What changes memory behind torch's back (``.data``, numpy) is not
+    noticed: stage again. Copies live as long as their tensors. The host does not wait for them. On
+    virtual CPU devices, which share memory, nothing is ever copied.
 
     Args:
         tree_of_params: Any tree; leaves that are no tensors stay as they are.
         devices: Where to; see :func:`pmap`.
 
     Returns:
-        A tree of the same structure, shapes and dtypes.
+        A tree of the same structure and tensors.
 
     Raises:
         ValueError: A device is not there.
@@ -37,8 +41,10 @@ def stage(tree_of_params: Any, devices: Any = None) -> Any:
     References:
         ``flax.jax_utils.replicate``, which adds a leading axis; here shapes stay as they are.
     """
-    resolve(devices, "stage")
+    chosen = resolve(devices, "stage")
     leaves, spec = tree.flatten(tree_of_params)
+    if not chosen[0].is_cpu:
+        stage_leaves(leaves, chosen)
     return tree.unflatten(spec, leaves)
 
 
@@ -50,13 +56,17 @@ def prefetch(iterable: Iterable[Any], size: int = 2, devices: Any = None) -> Ite
     loader that draws random numbers later draws them from a stream of its own. The background thread
     ends with the iteration, also where that is left early.
 
+    Accelerators get their rows of every tensor of the next batches, cut along dimension 0 as
+    :func:`pmap` cuts them, while they work on the current one; a call on the same devices finds them
+    once. What it splits otherwise, it sends again.
+
     Args:
         iterable: Batches: a DataLoader, say.
         size: How many batches are kept ready at most, at least 1.
         devices: Where the batches will be used; see :func:`pmap`. Virtual CPU devices share memory.
 
     Returns:
-        An iterator over the same batches.
+        An iterator over the batches themselves.
 
     Raises:
         ValueError: ``size`` is less than 1, or a device is not there.
@@ -74,16 +84,16 @@ def prefetch(iterable: Iterable[Any], size: int = 2, devices: Any = None) -> Ite
         raise TypeError(f"prefetch: size={size!r} is not an integer.\nGive how many batches to keep ready.")
     if size < 1:
         raise ValueError(f"prefetch: size={size} keeps no batch ready.\nGive 1 or more.")
-    resolve(devices, "prefetch")
-    return _batches(iter(iterable), size)
+    chosen = resolve(devices, "prefetch")
+    return _batches(iter(iterable), size, chosen)
 
 
-def _batches(iterator: Iterator[Any], size: int) -> Iterator[Any]:
+def _batches(iterator: Iterator[Any], size: int, devices: tuple[Device, ...]) -> Iterator[Any]:
     try:
         batch = next(iterator)
     except StopIteration:
         return
-    with _Background(iterator, size) as background:
+    with _Background(iterator, size, devices) as background:
         yield batch
         del batch
         yield from background.batches()
@@ -92,8 +102,9 @@ def _batches(iterator: Iterator[Any], size: int) -> Iterator[Any]:
 class _Background:
     """A thread that runs an iterator ahead, for a ``with`` block."""
 
-    def __init__(self, iterator: Iterator[Any], size: int) -> None:
+    def __init__(self, iterator: Iterator[Any], size: int, devices: tuple[Device, ...]) -> None:
         self._iterator = iterator
+        self._devices = devices
         # One more is being made while `size` of them are ready or in use.
         self._ready: queue.Queue[tuple[str, Any]] = queue.Queue(maxsize=size)
         self._stopped = threading.Event()
@@ -129,7 +140,11 @@ class _Background:
     def _run(self) -> None:
         before, outer = self._world.enter(), _random.enter(self._stream)
         try:
+            if not self._devices[0].is_cpu:
+                _streams.use_new_streams(self._devices)
             for batch in self._iterator:
+                if not self._devices[0].is_cpu:
+                    send_rows(tree.leaves(batch), self._devices)
                 if not self._put("batch", batch):
                     return
                 del batch

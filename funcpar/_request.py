@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from funcpar._errors import ReplicaMismatchError
 from funcpar._maps import Map
 
 _NOT_THE_USERS = tuple(str(Path(file).parent) + os.sep for file in (__file__, torch.__file__))
@@ -86,3 +87,27 @@ def call_site() -> str:
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def different(other: int, theirs: Call, rank: int, call: Call) -> Callable[[], BaseException]:
+    """Return what makes the error of two shards that ask for different things."""
+    calls = "".join(
+        f"\n  shard {r} called {c}" for r, c in sorted([(other, theirs), (rank, call)], key=_first)
+    )
+    return lambda: ReplicaMismatchError(
+        f"the shards of one axis made different calls:{calls}\n"
+        f"Every shard must make the same collective calls in the same order."
+    )
+
+
+def returned_early(returned: int, rank: int, call: Call) -> Callable[[], BaseException]:
+    """Return what makes the error of a shard that returned while another asks."""
+    return lambda: ReplicaMismatchError(
+        f"the shards of one axis made different calls:\n  shard {rank} called {call}\n"
+        f"  shard {returned} returned without it\n"
+        f"Every shard must make the same collective calls in the same order."
+    )
+
+
+def _first(pair: tuple[int, Any]) -> int:
+    return pair[0]

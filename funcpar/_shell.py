@@ -12,6 +12,7 @@ from torch._C._functorch import maybe_current_level
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.nn.utils import parametrize
 
+from funcpar import _streams
 from funcpar._graph import innermost
 from funcpar._rebind import Kept, SlotNamespace, rebind, refuse_globals
 from funcpar._references import CONTAINERS, PLAIN, is_plain, slots_of
@@ -102,7 +103,7 @@ def _version(tensor: Tensor) -> int:
 
 
 def _same_values(one: Tensor, other: Tensor) -> bool | Tensor:
-    one, other = innermost(one).detach(), innermost(other).detach()
+    one, other = innermost(one).detach(), innermost(other).detach().to(one.device)
     if one.is_meta or one.layout is not torch.strided or one.shape != other.shape:
         return one.shape == other.shape
     if one.device.type == "cpu" and torch.equal(one, other):
@@ -203,7 +204,7 @@ class _Builder:
                     continue
                 name = prefix + key
                 source = given.get(name, buffer)
-                members[place] = clone = source.clone()
+                members[place] = clone = _streams.local_clone(source)
                 self.buffers[name] = (new, key, source, clone, exact)
             new[key] = members[place]
         return new

@@ -13,6 +13,7 @@ from torch import Tensor
 from funcpar import tree
 from funcpar._devices import Device
 from funcpar._staging import Shards
+from funcpar._transfer import sent_rows
 from funcpar._world import is_transformed
 
 
@@ -116,16 +117,21 @@ def cut(leaves: list[Any], axes: list[int | None], sizes: list[int]) -> list[lis
     return shards
 
 
-def place(shards: list[list[Any]], devices: Sequence[Device]) -> list[list[Any]]:
-    """Copy the tensors of each shard to its accelerator; virtual CPU devices share the caller's memory."""
-    return [
-        leaves if device.is_cpu else [_on(device, leaf) for leaf in leaves]
-        for leaves, device in zip(shards, devices, strict=True)
-    ]
-
-
-def _on(device: Device, leaf: Any) -> Any:
-    return leaf.to(device.torch_device, non_blocking=True) if isinstance(leaf, Tensor) else leaf
+def with_sent(
+    shards: list[list[Any]],
+    leaves: Sequence[Any],
+    axes: Sequence[int | None],
+    sizes: Sequence[int],
+    devices: Sequence[Device],
+) -> list[list[Any]]:
+    """Put rows that are on their accelerators already, sent by prefetch, in the place of the caller's."""
+    if len(sizes) == 1 or is_transformed():
+        return shards
+    for k, (leaf, axis) in enumerate(zip(leaves, axes, strict=True)):
+        if axis == 0 and isinstance(leaf, Tensor) and not leaf.requires_grad:
+            for shard, part in zip(shards, sent_rows(leaf, devices, sizes), strict=True):
+                shard[k] = shard[k] if part is None else part
+    return shards
 
 
 def _rows(leaf: Tensor, axis: int, start: int, size: int) -> Tensor:

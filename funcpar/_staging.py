@@ -66,7 +66,7 @@ class Shards:
         self.rows = tuple(_rows(part) for part in parts) if rows is None else tuple(rows)
 
     def gather(self, dim: int = 0) -> Any:
-        """Return one tree, every tensor joined along ``dim`` in rank order.
+        """Return one tree, every tensor joined along ``dim`` in rank order, on the first part's device.
 
         Raises:
             ValueError: The parts differ in structure, or hold 0-d tensors.

@@ -23,6 +23,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from funcpar import _streams
 from funcpar._devices import Device
 from funcpar._world import World
 
@@ -52,8 +53,7 @@ class Worker:
         # Backward stays in this thread and on its stream: two shards that shared an engine
         # thread would wait for each other in a collective's backward.
         torch._C._set_multithreading_enabled(False)
-        if self.device.torch_device.index is not None:
-            torch.accelerator.set_device_index(self.device.torch_device.index)
+        _streams.open_stream(self.device)
         ready.set()
         while (job := self.inbox.get()) is not None:
             job()
@@ -137,6 +137,7 @@ def run(
     devices: Sequence[Device],
     bodies: Sequence[Callable[[], Any]],
     on_failure: Callable[[], None],
+    order: _streams.Order | None = None,
 ) -> list[Outcome]:
     """Run one body per device at the same time, each in its device's worker, and wait for all.
 
@@ -144,6 +145,7 @@ def run(
     after ``on_failure`` was told (in the worker) so that it can release the others. When the
     caller is interrupted while it waits, ``on_failure`` is told and the interrupt goes on at once:
     bodies that have not started are dropped, and a later call queues behind those that have.
+    ``order`` is that of the accelerators' work, None on CPU.
     """
     outcomes = [Outcome() for _ in bodies]
     finished = itertools.count(1)
@@ -161,7 +163,7 @@ def run(
             if not dropped:
                 before = world.enter()
                 try:
-                    outcome.value = context.run(body)
+                    outcome.value = context.run(body if order is None else functools.partial(order.run, body))
                 finally:
                     world.leave(before)
         except BaseException as error:
@@ -183,4 +185,6 @@ def run(
         dropped = True
         on_failure()
         raise
+    if order is not None:
+        order.join()
     return outcomes

@@ -20,6 +20,7 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _pop_mode, _push_mode
 
 from funcpar import _jvp
+from funcpar._devices import accelerator_kind
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -159,8 +160,7 @@ def _saved_tensor_hooks() -> Any:
 
 
 # The device types whose autocast a function on this machine can meet.
-_ACCELERATOR = torch.accelerator.current_accelerator()
-_KINDS = ("cpu", "cuda" if _ACCELERATOR is None else _ACCELERATOR.type)
+_KINDS = ("cpu", accelerator_kind() or "cuda")
 
 
 def autocast_states() -> list[tuple[str, bool, torch.dtype]]:

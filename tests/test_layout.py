@@ -18,14 +18,15 @@ ROOT = Path(__file__).parent.parent
 LAYERS = [
     name
     for layer in (
-        "_errors _limits _devices _nodes _prefix tree _pages _graph _equality _closure _reduce _staging",
+        "_errors _limits _devices _streams _nodes _prefix tree _pages _graph _equality _closure _reduce",
+        "_staging _copies _transfer _donation",
         "_jvp _world _random _workers _prefetch",
         "_packing _whereabouts _link _alike distributed _buckets _across _span _overlap",
         "_references _rebind _shell _isolation _functional",
-        "_maps _request _group _standstill _meeting _exchange _differentiate _asked _grad",
+        "_maps _request _group _standstill _allreduce _meeting _exchange _differentiate _asked _grad _within",
         "_operand _collectives _gathers _permutations _batchnorm",
         "_depends _frame _pieces _joint _call",
-        "_graphs _binding _split _compile _axes _merge _fused _mapped _pmap _check",
+        "_graphs _binding _split _compile _axes _outputs _merge _fused _mapped _pmap _check",
         "_trial _gain __main__",
     )
     for name in layer.split()

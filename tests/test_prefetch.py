@@ -1,6 +1,7 @@
 """stage and prefetch: batches in order, made ahead, and nothing left behind."""
 
 import threading
+import time
 import weakref
 
 import pytest
@@ -129,3 +130,29 @@ def test_stage_copies_nothing_on_cpu_and_checks_devices():
     assert staged["w"] is params["w"]
     with pytest.raises(ValueError, match=r"stage: devices=9 asks for 9 devices, and there are 4"):
         fp.stage(params, devices=9)
+
+
+def test_a_loop_takes_as_long_as_the_longer_of_loader_and_pmapped_step():
+    took, count = 0.05, 10
+    step = fp.pmap(lambda x: x * time_passed(took), in_axes=0)
+
+    def batches():
+        for k in range(count):
+            time.sleep(took)
+            yield torch.full((8,), float(k))
+
+    def loop(iterator):
+        start = time.perf_counter()
+        found = [step(x)[0].item() for x in iterator]
+        return time.perf_counter() - start, found
+
+    # Both sleep, so that it does not matter what else the machine does.
+    runs = [loop(fp.prefetch(batches())) for _ in range(3)]
+    assert all(found == [float(k) for k in range(count)] for _, found in runs)
+    assert min(seconds for seconds, _ in runs) < 1.15 * took * (count + 1)  # The first batch is made before.
+    assert loop(batches())[0] > 1.9 * took * count
+
+
+def time_passed(seconds):
+    time.sleep(seconds)
+    return 1.0

@@ -1,0 +1,141 @@
+"""What programs on the simulated accelerator share; importing it makes that the process's accelerator."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import simulated
+import torch
+from simulated import books
+
+simulated.install()
+
+import funcpar as fp  # noqa: E402
+from funcpar import _graph, _streams  # noqa: E402
+
+# One device, one named twice, all, both kinds at once, and not the one that results of others are on.
+DEVICES = {"one": [0], "one twice": [0, 0], "all": [0, 1, 2], "mixed": [0, 0, 1], "others": [1, 2]}
+
+Event: TypeAlias = tuple[simulated.Stream, dict[simulated.Stream, int]]
+
+
+class Recorder:
+    """In the place of ``_streams.Runtime``: streams and events in the books, and a log of what was asked."""
+
+    def __init__(self) -> None:
+        self.broken: frozenset[str] = frozenset()
+        self.library = False
+        self.pins: set[int] = set()
+
+    def _note(self, what: str, *details: Any) -> None:
+        books.log.append((what, threading.current_thread().name, *details))
+
+    def new_stream(self, device: torch.device) -> simulated.Stream:
+        return simulated.Stream(device, threading.current_thread().name)
+
+    def current_stream(self, device: torch.device) -> simulated.Stream:
+        return books.current(device)
+
+    def use(self, stream: simulated.Stream) -> None:
+        books.use(stream)
+
+    def on(self, device: torch.device) -> Any:
+        return contextlib.nullcontext()
+
+    def record(self, stream: simulated.Stream) -> Event:
+        self._note("record", stream)
+        with books.lock:
+            return stream, dict(stream.clock)
+
+    def wait(self, stream: simulated.Stream, event: Event) -> None:
+        self._note("wait", stream, event[0])
+        if "wait" not in self.broken:
+            with books.lock:
+                stream.follow(event[1])
+
+    def keep(self, tensor: torch.Tensor, stream: simulated.Stream) -> None:
+        if isinstance(tensor, simulated.Sim) and tensor.memory.stream is not stream:
+            self._note("keep", stream)
+            if "keep" not in self.broken:
+                tensor.memory.kept.add(stream)
+
+    def pinned(self, tensor: torch.Tensor) -> torch.Tensor:
+        copy = tensor.detach().clone()
+        self._note("pin", copy.numel())
+        self.pins.add(copy.data_ptr())
+        return copy
+
+    def pinned_room(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        room = torch.empty(numel, dtype=dtype)
+        self.pins.add(room.data_ptr())
+        return room
+
+    def send(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        self._note("send", tensor.device, device, tensor.numel())
+        if tensor.is_cpu and tensor.numel() and tensor.data_ptr() not in self.pins:
+            books.races.append("the accelerator reads memory that is the user's")
+        return tensor.to(device, non_blocking=True)
+
+    def broadcast(self, bucket: torch.Tensor, device: torch.device) -> torch.Tensor:
+        self._note("broadcast", bucket.device, device, bucket.numel())
+        return bucket.to(device, non_blocking=True)
+
+    def fill(self, room: torch.Tensor, part: torch.Tensor) -> None:
+        self._note("fill", room.numel())
+        room.copy_(part, non_blocking=True)
+
+    def can_sum(self, tensors: Any) -> bool:
+        return self.library and len({t.device for t in tensors}) == len(tensors)
+
+    def sum_to_first(self, tensors: Any, total: Any, streams: Any) -> None:
+        self._note("library sum", total.numel())
+        first, *others = streams
+        with books.lock:
+            for stream in others:
+                first.follow(stream.clock)
+            for stream in streams:
+                stream.follow(first.clock)
+            for tensor, stream in zip(tensors, streams, strict=True):
+                books.done("library sum", stream, [tensor], [])
+            for stream in others:
+                first.follow(stream.clock)
+            total.inner.copy_(sum(tensor.inner for tensor in tensors))
+            books.done("library sum", first, [], [total])
+
+
+recorder = Recorder()
+_streams.runtime = recorder  # type: ignore[assignment]
+_graph.PLAIN_TYPES += (simulated.Sim,)
+
+__all__ = ["DEVICES", "batch", "books", "close", "loss", "recorder", "registry", "weights"]
+
+
+def registry() -> tuple[dict[str, Any], Callable[[Any], Any]]:
+    """Return an empty table of programs, and a decorator that puts them there."""
+    programs: dict[str, Callable[[list[int]], None]] = {}
+
+    def program(fun: Callable[[list[int]], None]) -> Callable[[list[int]], None]:
+        programs[fun.__name__] = fun
+        return fun
+
+    return programs, program
+
+
+def close(found: Any, wanted: Any) -> None:
+    torch.testing.assert_close(fp.tree.map(lambda t: t.cpu(), found), wanted)
+
+
+def loss(p: Any, x: Any, y: Any) -> Any:
+    return ((x @ p["w"] + p["b"]).tanh() - y).square().mean()
+
+
+def weights(requires_grad: bool = False) -> dict[str, torch.Tensor]:
+    made = {"w": torch.randn(3, 2, dtype=torch.float64), "b": torch.randn(2, dtype=torch.float64)}
+    return {name: tensor.requires_grad_(requires_grad) for name, tensor in made.items()}
+
+
+def batch(rows: int = 13) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(rows, 3, dtype=torch.float64), torch.randn(rows, 2, dtype=torch.float64)
