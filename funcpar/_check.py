@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcpar import tree
+from funcpar import distributed, tree
 from funcpar._graph import is_smooth
 from funcpar._within import is_pmapped
 
@@ -34,6 +34,7 @@ def check(mapped: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
     Raises:
         TypeError: ``mapped`` is not a pmapped function.
+        RuntimeError: It has the rows of several processes.
         ValueError: Results differ: every leaf that does, with how far.
 
     Example:
@@ -56,7 +57,13 @@ def check(mapped: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         raise TypeError(
             f"check: {mapped!r} is not a pmapped function.\nGive what fp.pmap returned, and its arguments."
         )
-    call = f"check({vars(mapped)['__funcpar__'][0]})"
+    name, _, spans = vars(mapped)["__funcpar__"]
+    call = f"check({name})"
+    if spans and distributed.process_count() > 1:
+        raise RuntimeError(
+            f"{call}: the mapped function has the rows of all processes, the plain one those of this one.\n"
+            f'Check pmap(..., processes="local"), or in one process.'
+        )
     state = torch.get_rng_state()
     # The plain one first: the mapped one may be donated its arguments.
     leaves, spec = tree.flatten(plain(*args, **kwargs))

@@ -15,6 +15,7 @@ from funcpar._alike import described, digest
 from funcpar._asked import recorded
 from funcpar._axes import InAxes
 from funcpar._binding import Argument, Binder
+from funcpar._closure import tensors_within
 from funcpar._compile import Compilation, Plan
 from funcpar._devices import Device, resolve
 from funcpar._donation import Donation
@@ -28,7 +29,7 @@ from funcpar._random import Streams
 from funcpar._span import Span
 from funcpar._split import Split, weights_of
 from funcpar._within import gradient_within, specs_of
-from funcpar._world import is_transformed
+from funcpar._world import is_transformed, is_transformed_tensor
 
 
 def _is_torch_func_gradient(fun: Callable[..., Any]) -> bool:
@@ -186,6 +187,15 @@ class Mapped:
             signature = self.signatures[quick] = digest(kinds())
         return Span(link, self.call, signature, kinds, weights, is_recorded)
 
+    def _refuse_closed_over(self, frame: Frame) -> None:
+        """Refuse what would get the derivative of this process alone."""
+        if is_transformed() and any(is_transformed_tensor(tensor) for tensor in tensors_within(frame.funs)):
+            raise ValueError(
+                f"{self.call}: it closes over a tensor that a torch.func transform or dual level around it "
+                f"works on, and over several processes only arguments have a derivative then.\n"
+                f"Pass that tensor as an argument."
+            )
+
     def _plain(
         self,
         split: Split,
@@ -197,6 +207,7 @@ class Mapped:
     ) -> Any:
         size, span = len(split.devices), merge.span
         if span is not None:
+            self._refuse_closed_over(frame)
             span.open()
             split.share(span.copied)
         specs: list[Any] = [None] * size

@@ -134,5 +134,5 @@ def pmap(
         return mapped(args, kwargs)
 
     # What wraps a pmapped function copies its attributes, so the mark names its bearer.
-    pmapped.__funcpar__ = call, id(pmapped)  # type: ignore[attr-defined]
+    pmapped.__funcpar__ = call, id(pmapped), processes == "all"  # type: ignore[attr-defined]
     return pmapped

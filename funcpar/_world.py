@@ -128,6 +128,13 @@ def is_transformed() -> bool:
     return in_torch_func() or in_dual_level()
 
 
+def is_transformed_tensor(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor carries more than its values and a graph."""
+    if _functorch.is_functorch_wrapped_tensor(tensor):
+        return True
+    return in_dual_level() and forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
+
+
 def num_levels() -> int:
     """Return how many torch.func transforms are active here."""
     return 0 if _functorch.peek_interpreter_stack() is None else len(_functorch.get_interpreter_stack())

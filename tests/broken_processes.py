@@ -135,6 +135,8 @@ def mismatches() -> dict[str, tuple[str, str]]:
         "early": lambda: fp.pmap(lambda p, x: x.sum() if index else fp.psum(x.sum()))(w, x),
         "closed over": lambda: fp.pmap(lambda x: (x * (a if index else b)).sum(), in_axes=0)(x),
         "part of a graph": lambda: fp.pmap(fp.grad(mean))({"w": a if index else w}, x),
+        "transformed": lambda: torch.func.grad(lambda w: fp.pmap(lambda x: (x * w).sum(), in_axes=0)(x))(w),
+        "check": lambda: fp.check(fp.pmap(mean), {"w": w}, x),
         "closed over, fused": lambda: fp.pmap(fp.grad(lambda p, x: (x @ (p * a)).sum()))(w, x),
     }
     a, b = torch.ones(3, requires_grad=True), torch.ones((), requires_grad=True)

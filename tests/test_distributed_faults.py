@@ -84,9 +84,14 @@ MESSAGES = {
     "early": r"process 0 is in psum\(float32\[\]\) in pmap\(<lambda>\)\n  process 1 is in the end of",
     "closed over": r"  closed-over tensor 0  float32\[\] in process 0, float32\[3\] in process 1",
     "part of a graph": r"  the results  plain in process 0, part of a graph in process 1",
+    "transformed": r"it closes over a tensor that a torch\.func.*\nPass that tensor as an argument\.",
+    "check": r"check\(pmap\(<lambda>\)\): the mapped function has the rows of all processes.*\nCheck pmap",
     "closed over, fused": r"the value depends on a tensor that requires a gradient and is no argument, .*\n"
     r"Detach that tensor, pass it as an argument, or make the call under torch\.no_grad\(\)\.",
 }
+
+
+OTHERS = {"closed over, fused": "RuntimeError", "transformed": "ValueError", "check": "RuntimeError"}
 
 
 def test_a_mismatch_is_an_error_in_all_processes_that_names_what_differs():
@@ -94,8 +99,11 @@ def test_a_mismatch_is_an_error_in_all_processes_that_names_what_differs():
         assert found.pop("afterwards") == ("", "12.0")
         assert set(found) == set(MESSAGES)
         for name, (kind, message) in found.items():
-            expected = "RuntimeError" if name == "closed over, fused" else "ReplicaMismatchError"
-            assert kind == expected and re.search(MESSAGES[name], message), (name, kind, message)
+            assert kind == OTHERS.get(name, "ReplicaMismatchError") and re.search(MESSAGES[name], message), (
+                name,
+                kind,
+                message,
+            )
 
 
 def test_a_backward_that_one_process_does_not_run_is_an_error():
