@@ -50,6 +50,7 @@ def load(path: Path, state: dict) -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--devices", type=int, help="virtual CPU devices of each process")
     parser.add_argument("--checkpoint", type=Path, help="file to go on from, and to write every 10 steps")
     parser.add_argument("--crash-at", type=int, help="kill the last process in this step, the first time")
     parser.add_argument("--result", type=Path, help="file for the parameters")
@@ -57,6 +58,11 @@ def main() -> None:
 
     fp.distributed.initialize(timeout=60)
     index, count = fp.distributed.process_index(), fp.distributed.process_count()
+    if args.devices:
+        fp.set_cpu_devices(args.devices)
+    if index == 0:
+        print(__doc__.splitlines()[0])
+        print(f"Devices: {', '.join(map(str, fp.devices()))} in each of {count} processes")
     digits = load_digits()
     inputs, labels = torch.tensor(digits.data) / 16, torch.tensor(digits.target)
 

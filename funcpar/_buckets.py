@@ -18,9 +18,10 @@ from funcpar._link import Link
 
 Kind: TypeAlias = tuple[torch.Size, torch.dtype, torch.device]
 
-# Bytes: what is larger travels alone; a bucket of small ones leaves when it has so many.
-_LARGE = 1 << 18
-_FULL = 1 << 20
+# Bytes: what is larger travels alone; a bucket of small ones leaves when it has so many. Each message
+# costs threads that are woken, which the cores have to spare only while they wait.
+_LARGE = 1 << 20
+_FULL = 1 << 22
 # What gloo adds up; anything else travels in the dtype beside it.
 _WIDER = {torch.bool: torch.int64, torch.int16: torch.int64}
 
@@ -39,6 +40,8 @@ class Sums:
         self._call = call
         self._kinds = list(kinds)
         self._buckets = _planned(self._kinds)
+        self._bucket_of = {k: number for number, bucket in enumerate(self._buckets) for k in bucket}
+        self._missing = [len(bucket) for bucket in self._buckets]
         self._given: list[tuple[Tensor, bool] | None] = [None] * len(self._kinds)
         self._sent: list[tuple[Tensor, Any]] = []
         self._lock = threading.Lock()
@@ -54,8 +57,7 @@ class Sums:
     def put(self, k: int, tensor: Tensor, reusable: bool) -> None:
         """Give one tensor; if it is reusable, its memory will hold the sum."""
         with self._lock:
-            self._given[k] = tensor, reusable
-            self._send()
+            self._give(k, tensor, reusable)
 
     def totals(self) -> list[Tensor]:
         """Wait for all sums; what was not given counts as zeros."""
@@ -76,16 +78,14 @@ class Sums:
     def _fill(self) -> None:
         for k, (shape, dtype, device) in enumerate(self._kinds):
             if self._given[k] is None:
-                self._given[k] = torch.zeros(shape, dtype=dtype, device=device), True
-        self._send()
+                self._give(k, torch.zeros(shape, dtype=dtype, device=device), True)
 
-    def _send(self) -> None:
-        """Let the buckets go that are complete, in order."""
-        while len(self._sent) < len(self._buckets):
-            bucket = self._buckets[len(self._sent)]
-            given = [self._given[k] for k in bucket]
-            if any(pair is None for pair in given):
-                return
+    def _give(self, k: int, tensor: Tensor, reusable: bool) -> None:
+        """Take one tensor, and let the buckets go that are complete, in order."""
+        self._given[k] = tensor, reusable
+        self._missing[self._bucket_of[k]] -= 1
+        while len(self._sent) < len(self._buckets) and not self._missing[len(self._sent)]:
+            given = [self._given[k] for k in self._buckets[len(self._sent)]]
             room = self._packed([pair for pair in given if pair is not None])
             self._sent.append((room, self._link.start_sum(room)))
 
@@ -99,20 +99,23 @@ class Sums:
         return torch.cat([tensor.detach().reshape(-1) for tensor, _ in given]).to(dtype)
 
     def _unpack(self, bucket: list[int], room: Tensor, found: list[Any]) -> None:
-        start = 0
-        for k in bucket:
+        if len(bucket) == 1:
+            found[bucket[0]] = room.to(self._kinds[bucket[0]][1])
+            return
+        into, parts = [], []
+        sizes = [self._kinds[k][0].numel() for k in bucket]
+        for k, part in zip(bucket, torch.split(room, sizes), strict=True):
             shape, dtype, _ = self._kinds[k]
             pair = self._given[k]
             assert pair is not None
-            stop = start + shape.numel()
-            total = room.reshape(-1)[start:stop].view(shape)
-            if pair[0] is room:
-                found[k] = room
-            elif pair[1]:
-                found[k] = pair[0].copy_(total)
-            else:  # A part of a bucket would keep all of it alive.
-                found[k] = total.to(dtype, copy=len(bucket) > 1)
-            start = stop
+            if pair[1]:
+                found[k] = pair[0]
+                into.append(pair[0])
+                parts.append(part.view(shape))
+            else:  # In memory of its own: a part of a bucket would keep all of it alive.
+                found[k] = part.view(shape).to(dtype, copy=True)
+        if into:
+            torch._foreach_copy_(into, parts)
 
 
 def _planned(kinds: Sequence[Kind]) -> list[list[int]]:

@@ -16,6 +16,7 @@ SMALL = {
     "batch_statistics.py": ["--devices", "3", "--rows", "20"],
     "gradient_penalty.py": ["--devices", "3", "--rows", "10"],
     "per_sample_gradients.py": ["--devices", "3", "--samples", "20"],
+    "several_processes.py": ["--devices", "3", "--steps", "3"],
     "sync_batchnorm.py": ["--devices", "3", "--steps", "3"],
     "train_digits.py": ["--quick", "--devices", "2"],
 }
