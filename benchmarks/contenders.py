@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import inspect
 import os
 import pkgutil
 import shutil
@@ -66,7 +65,7 @@ def functional_over_processes(model: Model, place: Place) -> Step:
     """``pmap(value_and_grad(loss))`` over processes of one device each, which pass their own rows."""
     torch.set_num_threads(1)
     fp.set_cpu_devices(1, threads_per_device=1)
-    fp.distributed.initialize()  # type: ignore[attr-defined]
+    fp.distributed.initialize()
     return _functional_step(fp.pmap, fp.value_and_grad, model, _shard(model, place))
 
 
@@ -173,8 +172,7 @@ DDP = "torch DDP, gloo"
 JAX = "JAX pmap"
 
 _HAS_COMPILER = shutil.which(os.environ.get("CXX", "g++")) is not None
-_COMPILE: dict[str, Any] = {"compile": True}
-_PMAP_COMPILES = "compile" in inspect.signature(fp.pmap).parameters
+_HAS_GLOO = dist.is_available() and dist.is_gloo_available()
 
 CONTENDERS = {
     each.name: each
@@ -189,25 +187,25 @@ CONTENDERS = {
             "pmap, 1 device per process",
             functional_over_processes,
             per_device=True,
-            is_there=hasattr(fp, "distributed"),
+            is_there=_HAS_GLOO,
         ),
         Contender(
             "compat DDP, gloo",
-            functools.partial(distributed, vars(compat).get("DistributedDataParallel", nn.Identity)),
+            functools.partial(distributed, compat.DistributedDataParallel),
             per_device=True,
-            is_there=hasattr(compat, "DistributedDataParallel"),
+            is_there=_HAS_GLOO,
         ),
         Contender(
             DDP,
             functools.partial(distributed, nn.parallel.DistributedDataParallel),
             per_device=True,
-            is_there=dist.is_available() and dist.is_gloo_available(),
+            is_there=_HAS_GLOO,
         ),
         Contender(JAX, jax_pmap, even_rows=True, is_there=importlib.util.find_spec("jax") is not None),
         Contender(
             COMPILED_PMAP,
-            functools.partial(functional, functools.partial(fp.pmap, **_COMPILE), fp.value_and_grad),
-            is_there=_PMAP_COMPILES and _HAS_COMPILER,
+            functools.partial(functional, functools.partial(fp.pmap, compile=True), fp.value_and_grad),
+            is_there=_HAS_COMPILER,
             compiles=True,
         ),
         Contender(COMPILED_EAGER, compiled_eager, is_there=_HAS_COMPILER, compiles=True),
