@@ -29,7 +29,7 @@ def summed(
 
 def copied(link: Link, call: str, leaves: Sequence[Tensor]) -> list[Tensor]:
     """Return tensors that all processes have, so that their gradients are summed over processes."""
-    return list(apply(Copied, link, call, *leaves)) if leaves else []
+    return list(apply(Copied, link, call, link.turn, *leaves)) if leaves else []
 
 
 def gathered(link: Link, call: str, counts: tuple[int, ...], leaves: Sequence[Tensor]) -> list[Tensor]:
@@ -43,7 +43,7 @@ class _Linear(torch.autograd.Function):
     Subclasses say what it does to values in ``forward``, and what the transpose does in ``pull``.
     """
 
-    num_options = 2
+    num_options = 3
     # Where vmap puts its dimension: behind the one that processes are joined along.
     batch_dim = 0
 
@@ -107,7 +107,7 @@ class Summed(_Linear):
         link, call, _ = options
         places = [k for k, given in enumerate(cotangents) if given is not None and is_smooth(given)]
         grads: list[Gradient] = [None] * len(cotangents)
-        for k, grad in zip(places, Copied.of((link, call), [cotangents[k] for k in places]), strict=True):  # type: ignore[misc]
+        for k, grad in zip(places, copied(link, call, [cotangents[k] for k in places]), strict=True):  # type: ignore[misc]
             grads[k] = grad
         return grads
 
@@ -117,20 +117,22 @@ class Summed(_Linear):
 
 
 class Copied(_Linear):
-    """What all processes have; options: the link, the call."""
+    """What all processes have; options: the link, the call, the number of the call."""
+
+    num_options = 3
 
     @staticmethod
-    def forward(link: Link, call: str, *leaves: Tensor) -> tuple[Tensor, ...]:
+    def forward(link: Link, call: str, turn: int, *leaves: Tensor) -> tuple[Tensor, ...]:
         return tuple(leaf.view_as(leaf) for leaf in leaves)
 
     @staticmethod
     def pull(options: tuple[Any, ...], cotangents: list[Gradient], shapes: Any) -> list[Gradient]:
-        link, call = options
+        link, call, turn = options
         there = [given is not None and is_smooth(given) for given in cotangents]
         with link.call(f"the backward of {call}"):
-            wanted = [
-                any(column) for column in zip(*link.meet(f"the backward of {call}", there), strict=True)
-            ]
+            # The number of the forward tells two backwards of one function apart.
+            everyone = link.meet(f"the backward of {call}", there, f"of its call {turn}")
+            wanted = [any(column) for column in zip(*everyone, strict=True)]
             places = [k for k, is_wanted in enumerate(wanted) if is_wanted]
             given = _filled([cotangents[k] for k in places], [shapes[k] for k in places])
             grads: list[Gradient] = [None] * len(cotangents)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import numbers
+import zlib
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from funcpar._errors import ReplicaMismatchError
-from funcpar._graph import innermost
+from funcpar._graph import innermost, is_smooth
 from funcpar._link import Link
 
 _MOST_LINES = 20
@@ -20,9 +24,21 @@ def described(leaf: Any) -> str:
     """Return what the processes must agree on about one leaf."""
     if isinstance(leaf, Tensor):
         return f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
-    if isinstance(leaf, numbers.Number | str | bytes | torch.dtype | None):
-        return repr(leaf)
-    return type(leaf).__qualname__
+    text = "" if isinstance(leaf, set | frozenset) else repr(leaf)
+    # An address, or the order of a set, is this process's own.
+    return type(leaf).__qualname__ if not text or " at 0x" in text else text
+
+
+def identified(fun: Callable[..., Any]) -> str:
+    """Return what tells a function from others, the same in every process."""
+    while isinstance(fun, functools.partial) or hasattr(fun, "__wrapped__"):
+        fun = fun.func if isinstance(fun, functools.partial) else fun.__wrapped__
+    code = getattr(fun, "__code__", None)
+    if code is None:
+        return type(fun).__qualname__
+    constants = [each for each in code.co_consts if isinstance(each, numbers.Number | str)]
+    text = zlib.crc32(code.co_code + repr((code.co_names, constants)).encode())
+    return f"{code.co_qualname}, line {code.co_firstlineno} of {Path(code.co_filename).name}, code {text:08x}"
 
 
 def digest(kinds: dict[str, str]) -> bytes:
@@ -31,20 +47,15 @@ def digest(kinds: dict[str, str]) -> bytes:
     return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
 
-def digest_of_values(tensor: Tensor) -> tuple[str, tuple[int, ...]]:
-    """Return a short stand-in for a tensor, the same wherever its entries are."""
+def digest_of_values(tensor: Tensor) -> tuple[str, bytes]:
+    """Return a short stand-in for a tensor, the same wherever its entries are equal."""
     values = innermost(tensor).detach().cpu()
     if values.layout is not torch.strided:
         values = values.to_dense()
-    words = values.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
-    whole = words[: words.numel() // 8 * 8].view(torch.int64)
-    # Twice, since either alone would miss entries that changed places.
-    sums = int(whole.sum()), int((whole * _places(whole)).sum()), *words[whole.numel() * 8 :].tolist()
-    return described(values), sums
-
-
-def _places(whole: Tensor) -> Tensor:
-    return torch.arange(1, whole.numel() + 1) * 0x1E3779B97F4A7C15
+    if is_smooth(values):
+        values = values + 0.0  # Turns -0.0, which is equal to it, into 0.0.
+    flat = values.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    return described(values), hashlib.blake2b(flat.numpy().data, digest_size=16).digest()
 
 
 def check_alike(link: Link, call: str, kinds: dict[str, str]) -> None:

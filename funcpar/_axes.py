@@ -78,18 +78,6 @@ class InAxes:
             shards = with_sent(shards, leaves, axes, sizes, devices)
         return Split(devices, sizes, shards, axes, parts, leaves)
 
-    def path(self, arguments: list[Argument], split: Split, k: int) -> str:
-        """Return the path of a leaf of all arguments, as the user would write it."""
-        return self.paths(arguments, split)[k]
-
-    def paths(self, arguments: list[Argument], split: Split) -> list[str]:
-        """Return the paths of the leaves of all arguments."""
-        return [
-            path
-            for argument, (_, spec) in zip(arguments, split.arguments, strict=True)
-            for path in spec.paths(argument.root)
-        ]
-
     def _axes_of(self, argument: Argument, leaves: list[Any], spec: tree.Spec) -> list[int | None]:
         """Return the axis of each leaf: None where it is not split."""
         prefix = self._prefix(argument)
@@ -234,6 +222,11 @@ class InAxes:
             f"Say what to split, such as in_axes=0 or in_axes=(None, 0), or give devices= to run the call "
             f"once on each."
         )
+
+
+def paths_of(roots: Sequence[str], parts: Sequence[tuple[str | None, tree.Spec]]) -> list[str]:
+    """Return the paths of the leaves of all arguments, as the user would write them."""
+    return [path for root, (_, spec) in zip(roots, parts, strict=True) for path in spec.paths(root)]
 
 
 def _automatic(argument: Argument) -> int | None:

@@ -9,6 +9,7 @@ who called torch.compile.
 
 from __future__ import annotations
 
+import functools
 import sys
 import warnings
 from collections.abc import Callable, Hashable
@@ -61,11 +62,16 @@ class Compilation:
         fun: What pmap was given.
         gradient: The gradient function within, if there is one.
         wanted: ``compile=`` as given.
+
+    Raises:
+        ValueError: The gradient function is part of what the user compiled.
     """
 
     def __init__(
         self, call: str, fun: Callable[..., Any], gradient: GradientFunction | None, wanted: bool
     ) -> None:
+        if gradient is not None:
+            _refuse_compiled_gradient(call, fun, gradient)
         self.where = f"{call[:-1]}, compile=True)"
         self.fun = fun
         self.gradient = gradient
@@ -131,7 +137,9 @@ class Compilation:
             value, aux, grads = graph(args, kwargs, start)
         if factor == 0.0:  # What does not count has no gradient: 0 times 0/0 would be NaN.
             grads = [None] * len(grads)
-        return gradient.evaluate_by(lambda *_: (value, aux, grads), args, kwargs)
+        return gradient.evaluate_by(
+            lambda _, inputs, __: (value, _graphs.passed(aux, inputs), grads), args, kwargs
+        )
 
     def _graph(self, plan: Plan, rank: int, make: Callable[[], Any], detached: bool) -> Graph:
         key = (plan.signature, plan.rows[rank])
@@ -161,6 +169,21 @@ class Compilation:
                 )
 
 
+def _refuse_compiled_gradient(call: str, fun: Any, gradient: GradientFunction) -> None:
+    """Refuse a gradient function in compiled code, which keeps gradients from the sum over shards."""
+    while fun is not gradient:
+        inner = fun.func if isinstance(fun, functools.partial) else fun.__wrapped__
+        # Wrappers copy each other's attributes, so that it has the mark is not enough.
+        if getattr(fun, "__dict__", {}).get("_torchdynamo_orig_callable") is inner:
+            kind, _, name = gradient.call.partition("(")
+            name = name[:-1]
+            raise ValueError(
+                f"{call}: torch.compile around {gradient.call} hides the gradients, which are summed over "
+                f"shards.\nMap {kind}(torch.compile({name})), or {gradient.call} with compile=True."
+            )
+        fun = inner
+
+
 def _signature_of(split: Split) -> Hashable:
     """Return what torch.compile would guard of a shard's arguments, but for its number of rows."""
     leaves = tuple(_kind_of(*pair) for pair in zip(split.leaves[0], split.axes, strict=True))
@@ -172,8 +195,10 @@ def _signature_of(split: Split) -> Hashable:
 
 
 def _kind_of(leaf: Any, axis: int | None) -> Hashable:
+    if isinstance(leaf, float | complex):  # Equality knows no sign of 0.0, and no NaN.
+        return type(leaf), (float if isinstance(leaf, float) else complex).__repr__(leaf)
     if not isinstance(leaf, Tensor):
-        return type(leaf), leaf if isinstance(leaf, bool | int | float | complex | str | bytes) else None
+        return type(leaf), leaf if isinstance(leaf, int | str | bytes) else None
     shape = tuple(n for dim, n in enumerate(leaf.shape) if dim != axis)
     strides = leaf.stride() if leaf.layout is torch.strided else leaf.layout
     return type(leaf), leaf.dtype, leaf.device, axis, shape, strides, leaf.requires_grad

@@ -30,6 +30,7 @@ from funcpar._maps import Extremum, Map
 from funcpar._meeting import here_too, meet
 from funcpar._request import Call, Request, call_site
 from funcpar._span import Span
+from funcpar._told import zero_of
 from funcpar._world import differentiates_above, in_dual_level, in_torch_func
 
 
@@ -143,7 +144,7 @@ def _joined_rows(span: Span, call: Call, values: list[Any]) -> list[Any]:
     """Return each leaf of all shards of all processes, stacked, as part of the caller's graph."""
     stacked = [torch.stack(column) for column in zip(*values, strict=True)]
     rows = gathered(span.link, f"{call.asked} in {span.call}", span.layout.counts, stacked)
-    span.anchors += [row.reshape(-1)[:0].sum() for row in rows if is_smooth(row)]
+    span.anchors += [zero_of(row) for row in rows if is_smooth(row)]
     return rows
 
 

@@ -7,7 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from funcpar._isolation import isolate, own_buffers, plain_functional_call, refuse_changes, refuse_writes
+from funcpar._isolation import (
+    isolate,
+    own_buffers,
+    owned_clone,
+    plain_functional_call,
+    refuse_changes,
+    refuse_writes,
+)
 from funcpar._shell import Shell, make_shell
 
 __all__ = ["functionalize", "functionalize_with_buffers", "isolate"]
@@ -117,7 +124,7 @@ class _ApplyWithBuffers(_Apply):
         if torch.compiler.is_dynamo_compiling():
             _check_names("params", params, dict(self.module.named_parameters()))
             _check_names("buffers", buffers, _named_buffers(self.module))
-            given = {**params, **_clones(buffers)}
+            given = {**params, **{name: owned_clone(buffer) for name, buffer in buffers.items()}}
             out = plain_functional_call(self.module, given, args, kwargs)
             return out, {name: given[name] for name in buffers}
         shell = make_shell(self.module, params, buffers)

@@ -124,13 +124,15 @@ class Fused:
         return leaves, self._axes(leaves, self.split.leaves[0]), spec.order()
 
     def _answer(self, answers: list[list[Any]]) -> Any:
+        answers = [self.split.unmarked(answer) for answer in answers]
         if self.merge.donation is not None:
             self.split.leaves = []
+            self.merge.donation.open([*answers, list(self.totals.values())])
         structures = [aux for _, aux, *_ in self.found]
         count = structures[0].num_leaves
         values = [answer[0] for answer in answers]
         auxes = [
-            tree.unflatten(spec, self.split.unmarked(answer[1 : 1 + spec.num_leaves]))
+            tree.unflatten(spec, answer[1 : 1 + spec.num_leaves])
             for spec, answer in zip(structures, answers, strict=True)
         ]
         found: Evaluation = self.found[0][0]

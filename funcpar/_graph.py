@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -103,18 +103,23 @@ class GradientHook:
 
     def __call__(self, grad: Tensor) -> None:
         """Be called by autograd when the gradient is complete."""
-        owners = _owners(grad)
-        self._tell(grad, owners in _owners_in_hooks() and _is_plain(grad))
+        is_own = grad.layout is torch.strided and _owners_in_hook(grad) in _owners_alone() and _is_plain(grad)
+        self._tell(grad, is_own)
+
+
+def _owners_in_hook(grad: Tensor) -> tuple[int, ...]:
+    # Autograd's own references count too: two leaves may be about to get one tensor.
+    return grad._use_count(), *_owners(grad)  # type: ignore[attr-defined]
 
 
 @functools.cache
-def _owners_in_hooks() -> tuple[tuple[int, ...], ...]:
+def _owners_alone() -> tuple[tuple[int, ...], ...]:
     """Return what is counted in a hook for gradients that autograd alone knows: plain ones, and views."""
     found: list[tuple[int, ...]] = []
 
     class Counting(GradientHook):
         def __call__(self, grad: Tensor) -> None:
-            owners = _owners(grad)
+            owners = _owners_in_hook(grad)
             found.append(owners)
 
     with torch.inference_mode(False), torch.enable_grad():
@@ -156,23 +161,24 @@ def is_wrapped(tensor: Tensor) -> bool:
     return bool(functorch.is_functorch_wrapped_tensor(tensor) or functorch.is_legacy_batchedtensor(tensor))
 
 
-def shares_memory(tensor: Tensor, others: Sequence[Any]) -> bool:
-    """Tell whether a tensor's memory is that of one of the others."""
-    if any(other is tensor for other in others):
-        return True
+def storages(leaves: Iterable[Any]) -> set[int]:
+    """Return the memories that plain tensors are in; of what is sparse or wrapped nothing is known."""
+    return {
+        leaf.untyped_storage()._cdata
+        for leaf in leaves
+        if isinstance(leaf, Tensor) and leaf.layout is torch.strided and not is_wrapped(leaf)
+    }
+
+
+def shares_memory(tensor: Tensor, others: Callable[[], Collection[int]]) -> bool:
+    """Tell whether a tensor's memory is one of the others, which are asked for only if it is shared."""
     try:
         storage = tensor.untyped_storage()
     except (NotImplementedError, RuntimeError):  # Sparse, or wrapped by a transform.
         return False
     if torch._C._storage_Use_Count(storage._cdata) <= 2:  # The tensor's, and that of `storage`.
         return False
-    return any(
-        isinstance(other, Tensor)
-        and other.layout is torch.strided
-        and not is_wrapped(other)
-        and other.untyped_storage()._cdata == storage._cdata
-        for other in others
-    )
+    return storage._cdata in others()
 
 
 def holds_tensors(leaf: Any) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from funcpar import tree
 from funcpar._differentiate import in_graph
 from funcpar._grad import GradientFunction, differentiable
 from funcpar._graph import Gradient
@@ -46,7 +47,8 @@ class Graph:
         self._plain = fun
         dynamo: Any = torch._dynamo
         install()
-        self._failures = (dynamo.exc.TorchDynamoException, dynamo.exc.FailOnRecompileLimitHit)
+        self._too_often = dynamo.exc.FailOnRecompileLimitHit
+        self._failures = (dynamo.exc.TorchDynamoException, self._too_often)
 
         def inductor(graph: Any, inputs: Sequence[Any]) -> Any:
             if detached:
@@ -60,6 +62,7 @@ class Graph:
 
         # Dynamo keeps what it compiles with the code object, which is the same for all closures of a body.
         own = fun.__code__.replace(co_name=f"{fun.__name__}_{next(_numbers)}")
+        self._code = own
         fresh = types.FunctionType(own, fun.__globals__, own.co_name, fun.__defaults__, fun.__closure__)
         self._call = torch.compile(fresh, backend=inductor, fullgraph=True, dynamic=False)
 
@@ -82,8 +85,12 @@ class Graph:
         cause = getattr(error, "inner_exception", None)
         if isinstance(cause, Refused):
             return ValueError(f"{self.where}: {cause}")
-        text = str(error)
-        explained = ValueError(f"{self.where}: cannot compile the function: {_reason(text)}\n{_fix(text)}")
+        if isinstance(error, self._too_often):
+            message = f"{self.where}: {_changing(self._code)}"
+        else:
+            text = str(error)
+            message = f"{self.where}: cannot compile the function: {_reason(text)}\n{_fix(text)}"
+        explained = ValueError(message)
         explained.__cause__ = error
         return explained
 
@@ -98,15 +105,39 @@ def plain(fun: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def step(gradient: GradientFunction) -> Callable[..., Any]:
-    """Return what computes value, aux and gradients, times a seed, of args and kwargs."""
+    """Return what computes value, aux and places, and gradients times a seed, of args and kwargs."""
 
     def forward_and_backward(
         args: tuple[Any, ...], kwargs: dict[str, Any], seed: Tensor
     ) -> tuple[Tensor, Any, list[Gradient]]:
-        found = gradient.evaluate_by(lambda call, inputs, _: in_graph(call, inputs, seed), args, kwargs)
+        found = gradient.evaluate_by(
+            lambda call, inputs, _: in_graph(_placing(call), inputs, seed), args, kwargs
+        )
         return found.value, found.aux, [found.grads[k] for k in differentiable(found.leaves)]
 
     return forward_and_backward
+
+
+def _placing(call: Callable[..., tuple[Tensor, Any]]) -> Callable[..., tuple[Tensor, Any]]:
+    """Let a function of stand-ins tell which leaves of aux are one of them: its place, or -1."""
+
+    def placing(*stands: Tensor) -> tuple[Tensor, Any]:
+        value, aux = call(*stands)
+        return value, (aux, tree.map(lambda leaf: _place(leaf, stands), aux))
+
+    return placing
+
+
+def _place(leaf: Any, stands: Sequence[Tensor]) -> int:
+    for k, stand in enumerate(stands):
+        if leaf is stand:
+            return k
+    return -1
+
+
+def passed(aux: Any, inputs: Sequence[Tensor]) -> Any:
+    """Return aux of what a graph calls so, with the differentiated leaves themselves in their places."""
+    return tree.map(lambda leaf, place: leaf if place < 0 else inputs[place], *aux)
 
 
 def _inductor(graph: Any, inputs: Sequence[Any]) -> Any:
@@ -202,6 +233,18 @@ def _reason(text: str) -> str:
         if line.strip() and not hidden and not line.lstrip().startswith(("Hint:", "For more details")):
             kept.append(line.rstrip())
     return "\n".join(kept)
+
+
+def _changing(code: types.CodeType) -> str:
+    """Say what differs from call to call beside the arguments."""
+    failures: dict[Any, list[str]] = torch._dynamo.utils.guard_failures
+    reasons = failures.get(code, [])
+    last = f":\n  {' '.join(reasons[-1].partition(': ')[2].splitlines()[0].split())}" if reasons else "."
+    return (
+        f"for the same arguments it was compiled {torch._dynamo.config.recompile_limit} times, as something "
+        f"else that it depends on differs from call to call{last}\n"
+        f"Pass a number that changes as an argument or as a 0-d tensor, or leave compile=True out."
+    )
 
 
 def _fix(text: str) -> str:

@@ -59,6 +59,7 @@ Across: TypeAlias = "Callable[[Span, Call, list[Any]], list[Any]]"
 
 def everyones(span: Span, call: Call, values: list[Any]) -> list[Any]:
     """Return the values of the shards of all processes, in rank order."""
+    span.has_met = True
     everyone = span.link.values(f"{call.asked} in {span.call}", values)
     return [value for theirs in everyone for value in theirs]
 

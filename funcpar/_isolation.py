@@ -74,6 +74,15 @@ def own_buffers(shell: Shell) -> None:
             clone._funcpar_owned = True  # type: ignore[attr-defined]
 
 
+def owned_clone(tensor: Tensor) -> Tensor:
+    """Return a clone that norms in this shard may write to; in a graph, one function that dynamo calls."""
+    clone = tensor.clone()
+    # Called, not traced, the mark is on whatever stands for the tensor while the graph is made, and later.
+    if not torch.compiler.is_dynamo_compiling():
+        clone._funcpar_owned = True  # type: ignore[attr-defined]
+    return clone
+
+
 def _shell_for(module: nn.Module, given: dict[str, Tensor], tie: bool, strict: bool) -> Shell:
     """Make a shell by torch's rules for aliases, unknown names and attributes that are no parameters."""
     if tie and not strict:

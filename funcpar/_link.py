@@ -1,8 +1,8 @@
 """What the processes of one axis say to each other, over torch.distributed.
 
-Every exchange begins with a word: each process tells which call it is in, and something small. The
-calls must be the same. A process whose call has failed says that instead, wherever the others are,
-so that all end together. Only then do tensors travel.
+Every exchange begins with a word: each process tells which call it is in, the how many-th that is, and
+something small. The calls must be the same. A process whose call has failed says that instead,
+wherever in the call the others are, so that all end together. Only then do tensors travel.
 
 The processes speak in turns, so all must make the same exchanges in the same order.
 """
@@ -39,6 +39,9 @@ class Link:
     Attributes:
         index: Which process this is.
         count: How many there are.
+        turn: How many calls this process has made; the same everywhere.
+        expected: What all processes have agreed on before: of each call the weight of all shards together.
+        exchanging: The calls among them whose shards exchange.
     """
 
     def __init__(self, words: Any, tensors: Any, timeout: float) -> None:
@@ -47,19 +50,22 @@ class Link:
         self._words = words
         self._tensors = tensors
         self._lost: str | None = None
-        self._said: Word | None = None
-        self._turn = 0
+        self._said: list[Word] = []
+        self.turn = 0
         self._has_spoken = False
-        # What all processes have agreed on before: of each call the weight of all shards together.
         self.expected: dict[tuple[str, bytes], float] = {}
+        self.exchanging: set[tuple[str, bytes]] = set()
         self._owner: int | None = None
         self._agreed_turn = -1
         self._held: Any = None
         self._whereabouts = Whereabouts(words.get_group_store(), self.index, self.count, timeout)
 
     @contextmanager
-    def call(self, name: str) -> Iterator[None]:
+    def call(self, name: str, begins: bool = True) -> Iterator[None]:
         """Hold the line for one call; what it raises is told to the other processes.
+
+        What does not begin a call (the shards' part of a backward) is part of one that does, in which
+        the others wait: if it fails, that call is never made here.
 
         Raises:
             RuntimeError: Another thread is in such a call.
@@ -73,34 +79,36 @@ class Link:
             )
         self._owner = thread
         if outer is None:
-            self._turn += 1
-            self._has_spoken = False
+            self.turn += begins
+            self._has_spoken = not begins
         try:
             yield
         except BaseException as error:
-            if outer is None and not self.was_told():
-                self._tell_failure(name, error)
+            if outer is None:
+                was_told = self.was_told()
+                self.turn += not begins
+                if not was_told:
+                    self._tell_failure(name, error)
             raise
         finally:
             self._owner = outer
 
-    def say(self, call: str, told: Any = None) -> Word:
+    def say(self, call: str, told: Any = None, token: Any = None) -> Word:
         """Begin an exchange: tell the others where this process is, without waiting for them."""
-        if self._said is not None:  # A failure that was told must have arrived before the next word.
-            said, self._said = self._said, None
-            said.settle()
+        while self._said:  # A failure that was told must have arrived before the next word.
+            self._said.pop(0).settle()
         self.spoke()
-        return Word(self, call, pickle.dumps((True, call, told)))
+        return Word(self, call, pickle.dumps((True, (self.turn, token), call, told)))
 
-    def meet(self, call: str, told: Any = None) -> list[Any]:
-        """Return what every process tells, in order; each must be in the same call.
+    def meet(self, call: str, told: Any = None, token: Any = None) -> list[Any]:
+        """Return what every process tells, in order; each must be in the same call, with the same token.
 
         Raises:
             ReplicaMismatchError: Another process is in another call.
             ProcessFailedError: Another process failed, or is gone.
             CollectiveTimeoutError: Another process did not come in time.
         """
-        return self.say(call, told).answers()
+        return self.say(call, told, token).answers()
 
     def values(self, call: str, told: Any) -> list[Any]:
         """The same for anything that pickle takes and that holds plain tensors, of any size."""
@@ -153,46 +161,44 @@ class Link:
 
     def was_told(self) -> bool:
         """Tell whether every process that can be reached knows already that this call fails."""
-        return self._agreed_turn == self._turn or self._lost is not None
+        return self._agreed_turn == self.turn or self._lost is not None
 
     def agreed(self, error: BaseException) -> BaseException:
         """Note that every process raises, in this call."""
-        self._agreed_turn = self._turn
+        self._agreed_turn = self.turn
         return error
 
     def close(self, call: str) -> None:
         """Tell the others that this process leaves, wait a moment for them to leave too, and end the line."""
         if self._lost is None:
             self._whereabouts.note_end(f"has left: {call}")
-            if self._said is None:
-                word = Word(self, call, pickle.dumps((False, call, "it has left")))
-                with contextlib.suppress(RuntimeError):
-                    word.work.wait(timeout_of(_FAREWELL))
+            word = Word(self, call, pickle.dumps((False, None, call, "it has left")))
+            with contextlib.suppress(RuntimeError):
+                word.work.wait(timeout_of(_FAREWELL))
             self._end()
         self._lost = self._lost or "the line to the other processes is closed"
-        self._said = None
+        self._said.clear()
 
     def _raise(self, error: BaseException) -> NoReturn:
         raise self.agreed(error)
 
     def _tell_failure(self, call: str, error: BaseException) -> None:
         """Say, in place of the next word, that the call has failed here; nobody waits for that."""
-        if self._lost is not None or self._said is not None or not self._has_spoken:
+        if self._lost is not None or not self._has_spoken:
             return
         text = f"{type(error).__name__}: {error}"[: _ROOM // 2]
-        self._whereabouts.note_end(
-            f"failed in {call}: {text}"
-        )  # In case that it ends before the word arrives.
-        self._said = Word(self, call, pickle.dumps((False, call, text)))
+        # A note too, in case that the process ends before the word arrives.
+        self._whereabouts.note_end(f"failed in {call}: {text}")
+        self._said.append(Word(self, call, pickle.dumps((False, None, call, text))))
 
     def _lose(self, call: str, cause: RuntimeError) -> NoReturn:
         """Give up the line, find out who is missing, and raise."""
         self._lost = (
             f"the line to the other processes broke in an earlier call, {call}.\nStart them all again."
         )
-        self._whereabouts.note_wait(call, self._turn)
+        self._whereabouts.note_wait(call, self.turn)
         self._end()  # Those who wait for this process are told by that.
-        raise self.agreed(self._whereabouts.error(call, self._turn, cause)) from cause
+        raise self.agreed(self._whereabouts.error(call, self.turn, cause)) from cause
 
     def _end(self) -> None:
         with contextlib.suppress(RuntimeError):
@@ -246,7 +252,7 @@ class Word:
     def _compared(self, payloads: list[bytes]) -> list[Any]:
         link = self._link
         words = [pickle.loads(payload) for payload in payloads]
-        failed = [(k, call, told) for k, (is_well, call, told) in enumerate(words) if not is_well]
+        failed = [(k, call, told) for k, (is_well, _, call, told) in enumerate(words) if not is_well]
         if failed:
             k, call, text = failed[0]
             link._raise(
@@ -255,16 +261,25 @@ class Word:
                     f"All processes leave the call; the first cause is what process {k} raised."
                 )
             )
-        calls = [call for _, call, _ in words]
+        calls = [(turn, call) for _, turn, call, _ in words]
         if any(call != calls[0] for call in calls):
-            lines = "".join(f"\n  process {k} is in {call}" for k, call in enumerate(calls))
+            # Numbers only where they say more: one process made a call, and failed in it, alone.
+            numbered = len({call for _, call in calls}) == 1
+            lines = "".join(
+                f"\n  process {k} is in {call}" + f", {_numbered(*place)}" * numbered
+                for k, (place, call) in enumerate(calls)
+            )
             link._raise(
                 ReplicaMismatchError(
                     f"the processes of one axis made different calls:{lines}\n"
                     f"Every process must make the same calls in the same order."
                 )
             )
-        return [told for _, _, told in words]
+        return [told for *_, told in words]
+
+
+def _numbered(turn: int, token: Any) -> str:
+    return f"its call {turn} of several processes" + (f", {token}" if token else "")
 
 
 def _plain_tensors() -> AbstractContextManager[None]:

@@ -11,9 +11,9 @@ import torch._functorch.apis
 from torch import Tensor
 
 from funcpar import distributed, tree
-from funcpar._alike import described, digest
+from funcpar._alike import described, digest, identified
 from funcpar._asked import recorded
-from funcpar._axes import InAxes
+from funcpar._axes import InAxes, paths_of
 from funcpar._binding import Argument, Binder
 from funcpar._closure import tensors_within
 from funcpar._compile import Compilation, Plan
@@ -68,7 +68,7 @@ class Mapped:
         self.spans = spans
         self.donated = donated
         self.checked: set[Any] = set()
-        self.has_looked = False
+        self.is_closure_searched = False
         self.signatures: dict[Any, bytes] = {}
         self.gradient, self.wrapped = gradient_within(fun)
         self.takes_local_gradient = _is_torch_func_gradient(fun)
@@ -103,7 +103,9 @@ class Mapped:
             weights = self._weights(split)
             span = self._spanning(link, arguments, split, weights)
             streams = Streams(link.index << 20)  # Far apart, so that nobody need ask how many others have.
-        name_of = lambda k: self.in_axes.path(arguments, split, k)
+        # Of names and structures alone: a graph keeps this, and must not keep the batch.
+        roots, parts = [argument.root for argument in arguments], split.arguments
+        name_of = lambda k: paths_of(roots, parts)[k]
         plan = self.compilation.plan(split, name_of)
         frame = Frame(
             split.devices,
@@ -119,6 +121,8 @@ class Mapped:
         merge = Merge(self.call, split, weights, span, None if frame.is_cpu else self.checked, donation)
         with nullcontext() if span is None else span:
             out = self._run(split, frame, merge, plan)
+            if span is not None and not span.has_ended:  # Rows alone came out: all end together even so.
+                span.settled((), (), [])
         self.compilation.finish(plan)
         return out
 
@@ -140,9 +144,9 @@ class Mapped:
         flat = [tree.leaves_with_path(argument.value, argument.root) for argument in arguments]
         chosen = [argument.position in self.donated for argument in arguments]
         donation = Donation(self.call, flat, chosen)
-        if not self.has_looked:
+        if not self.is_closure_searched:  # Later, what it closes over says itself that it was donated.
             donation.refuse_closed_over([self.fun])
-            self.has_looked = True
+            self.is_closure_searched = True
         return donation
 
     def _devices(self) -> tuple[Device, ...]:
@@ -170,10 +174,11 @@ class Mapped:
         )
 
         def kinds() -> dict[str, str]:
-            paths = self.in_axes.paths(arguments, split)
+            paths = paths_of([argument.root for argument in arguments], split.arguments)
             shared = zip(paths, split.whole, split.axes, strict=True)
             return {path: described(leaf) for path, leaf, axis in shared if axis is None} | {
-                "the results": "part of a graph" if is_recorded else "plain"
+                "the results": "part of a graph" if is_recorded else "plain",
+                "the function": identified(self.fun),
             }
 
         # The texts, the same in all processes, are long: this one knows them by what is quick to compare.
@@ -227,11 +232,11 @@ class Mapped:
             return split.marked(leaves, out)
 
         answers = call_shards(frame, [functools.partial(body, rank) for rank in range(size)], split.leaves)
+        answers = [split.unmarked(answer) for answer in answers]
         if merge.donation is not None:
             split.leaves = []
-        outs = [
-            tree.unflatten(spec, split.unmarked(answer)) for spec, answer in zip(specs, answers, strict=True)
-        ]
+            merge.donation.open(answers)
+        outs = [tree.unflatten(spec, answer) for spec, answer in zip(specs, answers, strict=True)]
         if span is not None and is_transformed():
             outs = [tree.map(span.anchored, out) for out in outs]
         if fused is not None:

@@ -96,6 +96,7 @@ def _totals(span: Span, call: Call, values: list[Any]) -> list[Any]:
     columns = zip(*(leaves for leaves, _ in values), strict=True)
     mine = [total for column in columns if (total := add_up(column)) is not None]
     asked = f"{call.asked} in {span.call}"
+    span.has_met = True
     recorded = any(span.link.meet(asked, any(records for _, records in values)))
     return [(Sums.of(span.link, asked, mine), recorded)]
 

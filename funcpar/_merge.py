@@ -18,12 +18,13 @@ from funcpar import tree
 from funcpar._donation import Donation
 from funcpar._equality import all_equal, kind, same_object, where_unequal
 from funcpar._errors import ReplicaMismatchError
-from funcpar._graph import is_smooth, shares_memory
+from funcpar._graph import is_smooth
 from funcpar._outputs import check_lists, check_open, check_tensors
 from funcpar._reduce import add_up
-from funcpar._span import LOCAL, PART, SAME, Span
+from funcpar._span import Span
 from funcpar._split import Split
 from funcpar._staging import Shards
+from funcpar._told import LOCAL, PART, SAME
 from funcpar._transfer import remember_column
 
 # What a spec makes of a leaf, seen from the other processes; anything else stays with its process.
@@ -270,7 +271,13 @@ class Merge:
         return self._own(column[0])
 
     def _own(self, leaf: Any) -> Any:
-        """Copy a tensor that sees memory of an argument; a replicated argument itself stays itself."""
-        if not isinstance(leaf, Tensor) or self.split.is_replicated(leaf):
+        """Copy a tensor that sees memory of an argument; a replicated argument itself stays itself.
+
+        One that is donated lives on as another object, which has its memory.
+        """
+        if not isinstance(leaf, Tensor):
             return leaf
-        return leaf.clone() if shares_memory(leaf, self.split.whole) else leaf
+        is_replicated = self.split.is_replicated(leaf)
+        if self.donation is not None and self.donation.returns(leaf):
+            return self.donation.returned(leaf, once=not is_replicated)
+        return leaf.clone() if not is_replicated and self.split.is_seen_by(leaf) else leaf

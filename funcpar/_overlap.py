@@ -21,10 +21,12 @@ from funcpar._graph import Gradient, GradientHook, is_smooth
 from funcpar._reduce import add_in_place, add_up
 from funcpar._span import Span
 
-_EXACT = (torch.float32, torch.float64)
-_TAIL = 5
-# Squares of marks are exact in float32, for some processes too.
-_MARKS = 1000
+_HALVES = {torch.float16, torch.bfloat16}
+# Behind the gradients ride the value, the weight, whether the process failed, and marks with their squares.
+_NUM_MARKS = 3
+_TAIL = 3 + 2 * _NUM_MARKS
+# Sums of squares of marks are exact in float32 for some 4,000 processes.
+_MARKS = 60
 
 
 class Overlap:
@@ -55,30 +57,43 @@ class Overlap:
         # Backward reaches the last layers first.
         self._places = [k for k in reversed(order) if axes[k] is None and _has_gradient(leaves[k])]
         kinds = [(leaves[k].shape, leaves[k].dtype, leaves[k].device) for k in self._places]
-        dtype, device = (kinds[-1][1], kinds[-1][2]) if kinds else (torch.float64, torch.device("cpu"))
-        self._tail = (torch.Size([_TAIL]), dtype if dtype in _EXACT else torch.float64, device)
+        dtypes = {dtype for _, dtype, _ in kinds}
+        # It rides with the gradients, unless it would be rounded more than they are.
+        tail_dtype = torch.float32 if dtypes == {torch.float32} else torch.float64
+        self._tail = (torch.Size([_TAIL]), tail_dtype, kinds[-1][2] if kinds else torch.device("cpu"))
         self._sums = Sums(span.link, span.call, [*kinds, self._tail])
         self._position = {k: position for position, k in enumerate(self._places)}
         self._rows: list[list[tuple[Gradient, bool] | None]] = [[None] * num_here for _ in kinds]
         self._values: list[Tensor | None] = [None] * num_here
         self._missing = [num_here] * len(kinds)
+        self._held: list[tuple[int, Tensor, bool]] = []
         self._lock = threading.Lock()
         self._span = span
         self._is_mean = is_mean
+        self._is_divided = False
         self._expected = span.link.expected.get(span.key)
-        if self._expected is None:
+        # In half precision a seed that is off by a factor may overflow.
+        if self._expected is None or dtypes & _HALVES or torch.is_autocast_enabled("cpu"):
             span.open()
-
-    @property
-    def expected(self) -> float:
-        """Return what the weight of all shards together is taken to be."""
-        if self._expected is not None and not self._span.is_open:
-            return self._expected
-        return sum(self._span.layout.weights)
 
     def seed(self, place: int) -> float:
         """Return how much a shard's value counts."""
-        return self._weights()[place] / self.expected if self._is_mean else 1.0
+        return self._weights()[place] / self._divisor() if self._is_mean else 1.0
+
+    def _divisor(self) -> float:
+        """Return what the weight of all shards together is taken to be, from the first seed on."""
+        if self._expected is None or (self._span.is_open and not self._is_divided):
+            self._expected = sum(self._span.layout.weights)
+        self._is_divided = True
+        return self._expected
+
+    def _is_deferred(self) -> bool:
+        """Tell whether shards exchange with those of other processes.
+
+        Then nothing is sent before they are done: it could pass an exchange in one process, and not
+        in another, whose shards use other leaves.
+        """
+        return self._span.has_met or self._span.key in self._span.link.exchanging
 
     def _weights(self) -> Sequence[float]:
         span = self._span
@@ -108,23 +123,35 @@ class Overlap:
         value = add_up(self._values)
         assert value is not None
         carried = value.dtype is self._tail[1]
-        weight, expected = sum(self._weights()), self.expected
+        weight, divisor = sum(self._weights()), self._divisor() if self._is_mean else 1.0
+        link, call = self._span.link, self._span.call
+        if self._is_deferred():
+            link.exchanging.add(self._span.key)
+            link.meet(f"the gradients of {call}")
+            for each in self._held:
+                self._sums.put(*each)
         self._put_tail(weight, value if carried else None)
         *grads, tail = self._sums.totals()
-        total, weight, failed, mark, square = tail.tolist()
-        link, call = self._span.link, self._span.call
+        total, weight, failed, *marks = tail.tolist()
         if failed:  # Whoever failed says so next.
             link.meet(f"the end of {call}")
         # The marks of all are equal if, and only if, the mean of squares is the square of the mean.
-        if square * link.count != mark * mark:
+        pairs = zip(marks[:_NUM_MARKS], marks[_NUM_MARKS:], strict=True)
+        if any(square * link.count != mark * mark for mark, square in pairs):
             self._refuse()
-        found = torch.full_like(value, total) if carried else Sums.of(link, call, [value])[0]
+        self._span.has_ended = True
+        if carried:
+            found = torch.full_like(value, total)
+        else:  # Of another dtype, and with a weight that is not rounded to that of the gradients.
+            mine = torch.tensor(sum(self._weights()), dtype=torch.float64, device=value.device)
+            found, exact = Sums.of(link, call, [value, mine])
+            weight = exact.item()
         if self._is_mean and not weight:
             return None
         link.expected[self._span.key] = weight
-        if self._is_mean and weight != expected:
+        if self._is_mean and weight != divisor:
             for tensor in (found, *grads):
-                tensor.mul_(expected / weight)
+                tensor.mul_(divisor / weight)
         return found, dict(zip(self._places, grads, strict=True))
 
     def abandon(self) -> None:
@@ -132,15 +159,17 @@ class Overlap:
         link = self._span.link
         if not link.was_told():
             link.spoke()
-            self._put_tail(0.0, None, failed=1.0)
-            self._sums.abandon()
+            if not self._is_deferred():  # Otherwise all are where words are exchanged.
+                self._put_tail(0.0, None, failed=1.0)
+                self._sums.abandon()
 
     def _put_tail(self, weight: float, value: Tensor | None, failed: float = 0.0) -> None:
-        """Give what travels behind the gradients: value, weight, has it failed, and which call this is."""
+        """Give what travels behind the gradients."""
         _, dtype, device = self._tail
         call, signature = self._span.key
-        mark = float(zlib.crc32(call.encode() + signature) % _MARKS + 1)
-        tail = torch.tensor([0.0, weight, failed, mark, mark * mark], dtype=dtype)
+        code = zlib.crc32(call.encode() + signature + str(self._span.link.turn).encode())
+        marks = [float(code // _MARKS**k % _MARKS + 1) for k in range(_NUM_MARKS)]
+        tail = torch.tensor([0.0, weight, failed, *marks, *(mark * mark for mark in marks)], dtype=dtype)
         if value is not None:
             tail[0] = value
         self._sums.put(len(self._places), tail.to(device), reusable=True)
@@ -171,7 +200,11 @@ class Overlap:
             total, is_own = column[0], True
         else:
             total, is_own = add_up(column), True
-        if total is not None:  # None in every shard: zeros, at the end.
+        if total is None:  # In every shard: zeros, at the end.
+            return
+        if self._is_deferred():
+            self._held.append((position, total, is_own))
+        else:
             self._sums.put(position, total, is_own)
 
 

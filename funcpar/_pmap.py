@@ -67,7 +67,8 @@ def pmap(
             ``"local"``: the axis ends with this process.
         donate_argnums: Positions of arguments that the caller does not need again: results of the same
             shape, dtype and device may get their memory, and using them after the call raises. If the
-            function fails they stay what they were.
+            function fails they stay what they were; if its results cannot be merged, those are gone whose
+            memory a result had taken before.
 
     Returns:
         A function with the signature of ``fun``.
@@ -78,6 +79,7 @@ def pmap(
             merged as asked, or something else uses what is donated.
         ReplicaMismatchError: The shards returned different structures, or different values for
             ``out_axes=None``.
+        RuntimeError: An argument was donated to an earlier call.
 
     Example:
         >>> import torch, funcpar as fp

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import os
 import queue
 import threading
 from collections.abc import Iterable, Iterator
@@ -12,6 +13,9 @@ from funcpar import _random, _streams, tree
 from funcpar._devices import Device, resolve
 from funcpar._transfer import send_rows, stage_leaves
 from funcpar._world import World
+
+# A loader may take its time; this is how often is looked whether it is still there.
+_LOOK = 1.0
 
 
 def stage(tree_of_params: Any, devices: Any = None) -> Any:
@@ -71,6 +75,7 @@ def prefetch(iterable: Iterable[Any], size: int = 2, devices: Any = None) -> Ite
     Raises:
         ValueError: ``size`` is less than 1, or a device is not there.
         TypeError: ``size`` is not an integer.
+        RuntimeError: From the iterator: the process was forked after the iteration had begun.
 
     Example:
         >>> import funcpar as fp
@@ -111,6 +116,7 @@ class _Background:
         self._world = World()
         self._stream = _random.Streams()[0]
         context = contextvars.copy_context()
+        self._process = os.getpid()
         self._thread = threading.Thread(
             target=context.run, args=(self._run,), name="funcpar-prefetch", daemon=True
         )
@@ -122,20 +128,45 @@ class _Background:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._stopped.set()
-        self._thread.join(timeout=60)
+        if self._is_here():
+            self._stopped.set()
+            self._thread.join(timeout=60)
 
     def batches(self) -> Iterator[Any]:
-        """Yield what the thread makes."""
+        """Yield what the thread makes.
+
+        Raises:
+            RuntimeError: There is no such thread any more.
+        """
         while True:
-            kind, value = self._ready.get()
+            kind, value = self._next()
             if kind == "batch":
                 yield value
             elif kind == "error":
-                raise value
+                try:
+                    raise value
+                finally:
+                    del value  # Its traceback has this frame.
             else:
                 return
             del value
+
+    def _is_here(self) -> bool:
+        """Tell whether this process is not a copy, without the thread, maybe with locks that it held."""
+        return os.getpid() == self._process
+
+    def _next(self) -> tuple[str, Any]:
+        is_alive = self._is_here()
+        while is_alive:
+            is_alive = self._thread.is_alive()  # Asked first: its last word may come before it ends.
+            try:
+                return self._ready.get(timeout=_LOOK if is_alive else 0.0)
+            except queue.Empty:
+                continue
+        raise RuntimeError(
+            "prefetch: the thread that makes the batches is not there; this process was forked after the "
+            "iteration had begun.\nCall prefetch in the process that uses the batches."
+        )
 
     def _run(self) -> None:
         before, outer = self._world.enter(), _random.enter(self._stream)

@@ -12,14 +12,12 @@ import torch
 from torch import Tensor
 
 from funcpar._across import copied, summed
-from funcpar._alike import check_alike, described, digest_of_values
+from funcpar._alike import check_alike, described
 from funcpar._errors import ReplicaMismatchError
-from funcpar._graph import is_smooth, is_wrapped
+from funcpar._graph import is_smooth
 from funcpar._link import Link, Word
-from funcpar._world import in_dual_level, is_transformed
-
-# What an output leaf is, process by process: rows that stay there, a part of a sum, or the same in all.
-LOCAL, PART, SAME = "rows of each process", "a sum over shards", "the same on all shards"
+from funcpar._told import PART, SAME, is_differentiated, told_of, with_values, zero_of
+from funcpar._world import is_transformed
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +69,8 @@ class Span:
         is_recorded: Whether results may be part of the caller's graph.
 
     Attributes:
+        has_met: Whether shards have met with those of other processes.
+        has_ended: Whether the processes have met at the end.
         anchors: Zeros in the graphs of the shards, whose backward must run in all processes or in none.
     """
 
@@ -93,6 +93,8 @@ class Span:
         self._layout: Layout | None = None
         self._word: Word | None = None
         self.anchors: list[Tensor] = []
+        self.has_met = False
+        self.has_ended = False
 
     def __enter__(self) -> Span:
         return self
@@ -140,15 +142,17 @@ class Span:
 
     def copied(self, leaves: Sequence[Any]) -> list[Any]:
         """Return replicated leaves, those that are differentiated so that their gradients are summed."""
-        places = [k for k, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and _is_differentiated(leaf)]
+        places = [k for k, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and is_differentiated(leaf)]
         answer = list(leaves)
         for k, leaf in zip(places, copied(self.link, self.call, [leaves[k] for k in places]), strict=True):
             answer[k] = leaf
+            if is_transformed():  # With plain autograd the graph that joins the shards has its own.
+                self.anchors.append(zero_of(leaf))
         return answer
 
     def backward(self) -> AbstractContextManager[None]:
         """Hold the line for the call's backward; what it raises is told to the other processes."""
-        return self.link.call(f"the backward of {self.call}")
+        return self.link.call(f"the backward of {self.call}", begins=False)
 
     def closed_over(self, leaves: list[Tensor]) -> list[Tensor]:
         """Return tensors that the shards use and that are no arguments, as :meth:`copied`.
@@ -156,7 +160,8 @@ class Span:
         Raises:
             ReplicaMismatchError: The shards of another process use other ones.
         """
-        kinds = {f"closed-over tensor {k}": described(leaf) for k, leaf in enumerate(leaves)}
+        # They have no names: only their values tell whether those of another process are the same.
+        kinds = {f"closed-over tensor {k}": with_values(leaf) for k, leaf in enumerate(leaves)}
         everyone = self.link.meet(f"the end of the shards of {self.call}", list(kinds.values()))
         if any(theirs != everyone[0] for theirs in everyone):
             check_alike(self.link, self.call, kinds)
@@ -185,18 +190,22 @@ class Span:
         """
         end = f"the end of {self.call}"
         plain = not is_transformed()
-        mine = [_told(kind, leaf, plain) for kind, leaf in zip(kinds, leaves, strict=True)]
+        mine = [told_of(kind, leaf, plain) for kind, leaf in zip(kinds, leaves, strict=True)]
         everyone = self.link.meet(end, (list(names), mine))
+        self.has_ended = True
         self._check(names, everyone)
         answer = list(leaves)
         parts: list[int] = []
         for k, kind in enumerate(kinds):
             column = [theirs[k] for _, theirs in everyone]
-            if kind == PART and all(isinstance(told[1], _Number) for told in column):
-                answer[k] = self._total(leaves[k], sum(told[1].value for told in column), end)
+            is_wanted = any(told.is_differentiated for told in column)
+            if kind == PART and is_wanted and not is_differentiated(leaves[k]):
+                answer[k] = self.anchored(leaves[k])  # Another process's backward goes through this call.
+            if kind == PART and all(told.number is not None for told in column):
+                answer[k] = self._total(answer[k], sum(told.number for told in column), end)
             elif kind == PART:
                 parts.append(k)
-            elif kind == SAME and any(told[2] for told in column):
+            elif kind == SAME and is_wanted:
                 # Counted once: every process hands on the cotangent, so only one may have it.
                 answer[k] = leaves[k] if self.link.index == 0 else self.nothing(leaves[k])
                 parts.append(k)
@@ -206,10 +215,7 @@ class Span:
 
     def nothing(self, like: Tensor) -> Tensor:
         """Return zeros that depend on the shards, whose backward must run where that of others does."""
-        zeros = torch.zeros_like(like.detach())
-        if is_transformed():
-            return torch.where(torch.tensor(False, device=like.device), like, zeros)
-        anchored: Tensor = self.anchored(zeros)
+        anchored: Tensor = self.anchored(torch.zeros_like(like.detach()))
         return anchored
 
     def anchored(self, leaf: Any) -> Any:
@@ -225,7 +231,7 @@ class Span:
         if not isinstance(leaf, Tensor):
             return value
         total = torch.full_like(leaf.detach(), value)
-        return summed(self.link, end, [leaf], [total])[0] if _is_differentiated(leaf) else total
+        return summed(self.link, end, [leaf], [total])[0] if is_differentiated(leaf) else total
 
     def _check(self, names: Sequence[str], everyone: list[Any]) -> None:
         """Refuse outputs that differ from process to process."""
@@ -238,11 +244,15 @@ class Span:
         else:
             for k, name in enumerate(names):
                 column = [theirs[k] for _, theirs in everyone]
-                if any(told[0] != column[0][0] for told in column):
-                    shown = ", ".join(f"{told[0]} in process {p}" for p, told in enumerate(column))
-                    lines.append(f"\n  {name}  {shown}")
-                elif any(told[1] != column[0][1] for told in column if not isinstance(told[1], _Number)):
-                    lines.append(f"\n  {name}  differs from process to process")
+                for what in ("kind", "form"):
+                    found = [getattr(told, what) for told in column]
+                    if any(each != found[0] for each in found):
+                        shown = ", ".join(f"{each} in process {p}" for p, each in enumerate(found))
+                        lines.append(f"\n  {name}  {shown}")
+                        break
+                else:
+                    if any(told.value != column[0].value for told in column):
+                        lines.append(f"\n  {name}  differs from process to process")
         if lines:
             raise self.link.agreed(
                 ReplicaMismatchError(
@@ -251,29 +261,3 @@ class Span:
                     f"that it has rows (an int) or is a mean."
                 )
             )
-
-
-@dataclass(frozen=True, slots=True)
-class _Number:
-    """A part of a sum that is small enough to travel with the word."""
-
-    value: Any
-
-
-def _told(kind: str, leaf: Any, plain: bool) -> tuple[Any, ...]:
-    """Return what the others need to know of a leaf: kind, value or a stand-in, whether differentiated."""
-    if kind == SAME and isinstance(leaf, Tensor):
-        return kind, digest_of_values(leaf), _is_differentiated(leaf)
-    if kind == SAME:
-        return kind, described(leaf), False
-    if kind == PART and not isinstance(leaf, Tensor):
-        return kind, _Number(leaf), False
-    if kind == PART and plain and leaf.dim() == 0 and is_smooth(leaf) and not leaf.is_complex():
-        return kind, _Number(leaf.item()), False
-    return kind, described(leaf) if kind == PART else None, False
-
-
-def _is_differentiated(leaf: Tensor) -> bool:
-    if not is_smooth(leaf):
-        return False
-    return (leaf.requires_grad and torch.is_grad_enabled()) or is_wrapped(leaf) or in_dual_level()

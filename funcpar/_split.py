@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from funcpar import tree
 from funcpar._devices import Device
+from funcpar._graph import shares_memory, storages
 from funcpar._staging import Shards
 from funcpar._transfer import sent_rows
 from funcpar._world import is_transformed
@@ -34,6 +35,7 @@ class Split:
         leaves: For each shard the leaves of all arguments.
         axes: For each leaf the dimension it is split along, or None.
         arguments: For each argument its keyword (None: positional) and spec.
+        whole: The leaves of all arguments as the caller gave them.
     """
 
     devices: tuple[Device, ...]
@@ -42,6 +44,9 @@ class Split:
     axes: list[int | None]
     arguments: list[tuple[str | None, tree.Spec]]
     whole: list[Any]
+    # Made when first asked for, and once, as every leaf of an output may ask.
+    _places: dict[int, bool] | None = field(default=None, init=False, repr=False, compare=False)
+    _memory: set[int] | None = field(default=None, init=False, repr=False, compare=False)
 
     def rebuild(self, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return args and kwargs made of such leaves."""
@@ -76,9 +81,26 @@ class Split:
                 return axis is not None
         return self.rows is not None and tensor.dim() > 0 and tensor.shape[0] == self.rows[rank]
 
-    def is_replicated(self, tensor: Any) -> bool:
-        """Tell whether a tensor is an argument that every shard got whole."""
-        return any(leaf is tensor and axis is None for leaf, axis in zip(self.whole, self.axes, strict=True))
+    def is_replicated(self, leaf: Any) -> bool:
+        """Tell whether a leaf is an argument that every shard got whole."""
+        return self._replicated().get(id(leaf), False)
+
+    def is_seen_by(self, tensor: Tensor) -> bool:
+        """Tell whether a tensor is an argument, or sees the memory of one."""
+        return id(tensor) in self._replicated() or shares_memory(tensor, self._storages)
+
+    def _replicated(self) -> dict[int, bool]:
+        """Return for each argument's leaf, by its id, whether every shard got it whole."""
+        if self._places is None:
+            self._places = {}
+            for leaf, axis in zip(self.whole, self.axes, strict=True):
+                self._places[id(leaf)] = axis is None or self._places.get(id(leaf), False)
+        return self._places
+
+    def _storages(self) -> set[int]:
+        if self._memory is None:
+            self._memory = storages(self.whole)
+        return self._memory
 
     def share(self, copied: Callable[[list[Any]], list[Any]]) -> None:
         """Let every shard have copies of the replicated leaves in their place."""

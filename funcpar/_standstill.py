@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from funcpar._errors import CollectiveTimeoutError, ShardAborted
+from funcpar._isolation import owned_clone
 from funcpar._limits import waiting_time
 from funcpar._world import untraced
 
@@ -234,6 +235,7 @@ def install() -> None:
         if isinstance(dynamo.compile_lock, CompileLock):
             return
         _keep_out()
+        sys.modules["torch._dynamo"].allow_in_graph(owned_clone)
         dynamo.compile_lock = CompileLock(lock)
 
 

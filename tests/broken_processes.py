@@ -104,8 +104,8 @@ def recover() -> list[Any]:
         return fp.psum((x @ w).sum())
 
     for fun in (fp.pmap(fp.value_and_grad(loss_fn)), fp.pmap(loss_fn), fp.pmap(exchanging, out_axes=None)):
-        for turn in range(3):
-            raises[0] = "now" if turn == 1 and is_last else ""
+        for turn in range(5):
+            raises[0] = "now" if turn % 2 and is_last else ""
             try:
                 answer = fun(w, x)
                 found.append(answer[0].item() if isinstance(answer, tuple) else answer.item())
@@ -135,11 +135,16 @@ def mismatches() -> dict[str, tuple[str, str]]:
         "early": lambda: fp.pmap(lambda p, x: x.sum() if index else fp.psum(x.sum()))(w, x),
         "closed over": lambda: fp.pmap(lambda x: (x * (a if index else b)).sum(), in_axes=0)(x),
         "part of a graph": lambda: fp.pmap(fp.grad(mean))({"w": a if index else w}, x),
+        "functions": lambda: fp.pmap(first if index else second, in_axes=0)(x),
+        "experts": lambda: fp.pmap(lambda x: (x @ (c if index else a)).sum(), in_axes=0)(x),
+        "signs": lambda: fp.pmap(lambda p, x: p * p.new_tensor([1, 1 - 2 * index, 1 - 2 * index]))(w, x),
         "transformed": lambda: torch.func.grad(lambda w: fp.pmap(lambda x: (x * w).sum(), in_axes=0)(x))(w),
         "check": lambda: fp.check(fp.pmap(mean), {"w": w}, x),
         "closed over, fused": lambda: fp.pmap(fp.grad(lambda p, x: (x @ (p * a)).sum()))(w, x),
     }
     a, b = torch.ones(3, requires_grad=True), torch.ones((), requires_grad=True)
+    c = torch.full((3,), 2.0, requires_grad=True)
+    first, second = (lambda x: x.sum()), (lambda x: x.prod())
     found = {}
     for name, call in calls.items():
         try:

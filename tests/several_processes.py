@@ -111,6 +111,18 @@ def results(rows: tuple[int, ...]) -> dict[str, Any]:
     closed = leaf["0.weight"]
     loss = fp.pmap(lambda x, y: loss_fn({**params, "0.weight": closed}, x, y), in_axes=0)(x, y)
     found["closed over"] = torch.autograd.grad(loss, closed)
+    same = lambda p, x, y: ((p["a"] + p["b"]).sin() * (x.sum(1) - y[:, 0]).mean()).sum()
+    for size in (3, 400):  # Two leaves get one gradient tensor, small and large.
+        both = {name: torch.full((size, size), 0.5, dtype=torch.float64) for name in "ab"}
+        found[f"two leaves of {size}, one gradient"] = fp.pmap(fp.grad(same))(both, x, y + 1)
+    embed = lambda table, rows: (
+        F.embedding(rows[:, 0].abs().long(), table, sparse=True).square().sum(1).mean()
+    )
+    found["sparse"] = fp.pmap(fp.grad(embed))(torch.ones(9, 2, dtype=torch.float64), x)
+    norm = fp.SyncBatchNorm(3).double()
+    apply_norm, scale, buffers = fp.functionalize_with_buffers(norm)
+    normed = lambda scale, x: apply_norm(scale, buffers, x)[0].pow(3).mean()
+    found["batch norm, gradient"] = fp.pmap(fp.grad(normed))(scale, x)
     tokens = lambda p, x, y: x.square().sum()
     weighted = lambda p, x, y: ((apply(p, x) - y).square() * x.square().sum(1, True)).sum() / x.square().sum()
     found["weights"] = fp.pmap(fp.value_and_grad(weighted), weight=tokens)(params, x, y)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 import torch.autograd.forward_ad as fwd
@@ -245,3 +247,13 @@ def test_a_function_that_detaches_part_of_its_result_gives_the_gradient_of_the_r
     close(fp.grad(scalar(fp.pmap(fun, out_axes=spec)))(W), fp.grad(scalar(fun))(W))
     with pytest.raises(RuntimeError, match=r"does not require grad"):
         fp.pmap(lambda w, x: rows(w, x).detach())(W.clone().requires_grad_(), X).sum().backward()
+
+
+def test_a_result_in_a_graph_does_not_keep_the_batch_alive(devices):
+    w, x = torch.ones(3, requires_grad=True), torch.ones(6, 3)
+    out = fp.pmap(lambda w, x: w.sum() * x.mean(), devices=devices)(w, x)
+    alive = weakref.ref(x)
+    del x
+    assert alive() is None
+    out.backward()
+    assert torch.equal(w.grad, torch.ones(3))

@@ -129,7 +129,7 @@ def test_programs_give_what_jax_gives(count: int, sizes: tuple[int, ...], progra
 
 def test_a_process_sends_its_gradients_and_nothing_else():
     for sent, size in processes.values(several_processes.bytes_of_a_step, 2, 1):
-        assert size <= sent <= size + 64
+        assert size < sent <= size + 9 * 8  # What rides behind them: the value, the weight, and the like.
 
 
 def test_values_are_broadcast_from_one_process():

@@ -1,5 +1,8 @@
 """stage and prefetch: batches in order, made ahead, and nothing left behind."""
 
+import gc
+import os
+import signal
 import threading
 import time
 import weakref
@@ -9,6 +12,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import funcpar as fp
+from funcpar import _prefetch
 
 LIMIT = 30
 
@@ -156,3 +160,49 @@ def test_a_loop_takes_as_long_as_the_longer_of_loader_and_pmapped_step():
 def time_passed(seconds):
     time.sleep(seconds)
     return 1.0
+
+
+def test_an_exception_of_the_iterable_goes_when_nobody_has_it():
+    class Failure(Exception):
+        pass
+
+    def batches():
+        yield 1
+        raise Failure
+
+    gc.collect()
+    gc.disable()
+    try:
+        with pytest.raises(Failure) as caught:
+            list(fp.prefetch(batches()))
+        gone = weakref.ref(caught.value)
+        del caught
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_an_iteration_that_a_forked_child_goes_on_with_is_refused_there():
+    iterator = fp.prefetch(range(100))
+    assert next(iterator) == 0
+    child = os.fork()
+    if child == 0:
+        signal.alarm(LIMIT)
+        try:
+            next(iterator)
+        except RuntimeError as error:
+            os._exit(0 if "forked after the iteration had begun.\nCall prefetch in" in str(error) else 1)
+        finally:
+            os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert list(iterator) == list(range(1, 100))
+    assert background() == []
+
+
+def test_a_thread_that_is_gone_is_not_waited_for(monkeypatch):
+    monkeypatch.setattr(_prefetch, "_LOOK", 0.05)
+    monkeypatch.setattr(_prefetch._Background, "_run", lambda self: None)
+    with pytest.raises(RuntimeError, match=r"the thread that makes .* is not there; .*\nCall prefetch in"):
+        list(fp.prefetch(range(3)))
