@@ -47,15 +47,18 @@ def load(path: Path, state: dict) -> dict:
     return fp.distributed.broadcast(state)
 
 
-def main() -> None:
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--devices", type=int, help="virtual CPU devices of each process")
     parser.add_argument("--checkpoint", type=Path, help="file to go on from, and to write every 10 steps")
     parser.add_argument("--crash-at", type=int, help="kill the last process in this step, the first time")
     parser.add_argument("--result", type=Path, help="file for the parameters")
-    args = parser.parse_args()
+    return parser.parse_args()
 
+
+def main() -> None:
+    args = arguments()
     fp.distributed.initialize(timeout=60)
     index, count = fp.distributed.process_index(), fp.distributed.process_count()
     if args.devices:
