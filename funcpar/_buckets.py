@@ -46,6 +46,11 @@ class Sums:
         self._sent: list[tuple[Tensor, Any]] = []
         self._lock = threading.Lock()
 
+    @property
+    def num_messages(self) -> int:
+        """Return in how many messages the tensors leave."""
+        return len(self._buckets)
+
     @classmethod
     def of(cls, link: Link, call: str, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return the sums of tensors that are all there; none of them is written to."""

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from funcpar._buckets import Sums
-from funcpar._graph import Gradient, GradientHook, is_smooth
+from funcpar._graph import Gradient, GradientHook, is_smooth, owned
 from funcpar._reduce import add_in_place, add_up
 from funcpar._span import Span
+from funcpar._world import autocast_states
 
 _HALVES = {torch.float16, torch.bfloat16}
 # Behind the gradients ride the value, the weight, whether the process failed, and marks with their squares.
@@ -73,7 +74,8 @@ class Overlap:
         self._is_divided = False
         self._expected = span.link.expected.get(span.key)
         # In half precision a seed that is off by a factor may overflow.
-        if self._expected is None or dtypes & _HALVES or torch.is_autocast_enabled("cpu"):
+        is_half = bool(dtypes & _HALVES) or any(enabled for _, enabled, _ in autocast_states())
+        if self._expected is None or is_half:
             span.open()
 
     def seed(self, place: int) -> float:
@@ -100,16 +102,18 @@ class Overlap:
         return span.layout.weights[span.layout.here] if span.is_open else span.weights
 
     def hook(self, place: int, k: int) -> GradientHook | None:
-        """Return what a stand-in for leaf ``k`` tells its gradient to, None if that is not summed."""
-        if k not in self._position:
-            return None
+        """Return what a stand-in for leaf ``k`` tells its gradient to, None if there is no hurry."""
+        if k not in self._position or self._sums.num_messages == 1:
+            return None  # It is not summed, or all leave together in the end.
         return GradientHook(partial(self._bring, place, self._position[k]))
 
     def end(self, place: int, value: Tensor, grads: Sequence[Gradient]) -> None:
         """Note that a shard's backward is done, its value, and the gradients that no hook has told of."""
-        for position, row in enumerate(self._rows):
-            if row and row[place] is None:
-                self._bring(place, position, grads[self._places[position]], False)
+        rest = [position for position, row in enumerate(self._rows) if row and row[place] is None]
+        are_own = owned(grads) if rest else []
+        for position in rest:
+            k = self._places[position]
+            self._bring(place, position, grads[k], are_own[k])
         seed = self.seed(place)
         self._values[place] = value * seed if seed else torch.zeros_like(value)
 
