@@ -116,8 +116,11 @@ class Frame:
             raise
 
     def _place(self, place: int) -> str:
+        return f"raised in {self._number(place)} on {self.devices[place]}, in {self.where}"
+
+    def _number(self, place: int) -> str:
         first, size = (0, len(self.devices)) if self.span is None else self.span.numbers(len(self.devices))
-        return f"raised in shard {first + place} of {size} on {self.devices[place]}, in {self.where}"
+        return f"shard {first + place} of {size}"
 
     def _raise(self, outcomes: list[Outcome]) -> NoReturn:
         """Raise the lowest-ranked root cause, with a note for itself and one per further failure."""
@@ -130,7 +133,7 @@ class Frame:
         error: BaseException | None = None
         for other, error in causes[1:]:
             if error is not first and not (isinstance(error, _TOLD_TO_ALL) and type(error) is type(first)):
-                first.add_note(f"shard {other} of {len(self.devices)} failed too: {_text(error)}")
+                first.add_note(f"{self._number(other)} failed too: {_text(error)}")
         try:
             raise first
         finally:

@@ -34,7 +34,7 @@ from funcpar._split import Split
 
 @dataclass(slots=True)
 class Fused:
-    """One call of a pmapped gradient function on several shards.
+    """One call of a pmapped gradient function.
 
     Attributes:
         gradient: The gradient function.
@@ -126,7 +126,7 @@ class Fused:
     def _answer(self, answers: list[list[Any]]) -> Any:
         answers = [self.split.unmarked(answer) for answer in answers]
         if self.merge.donation is not None:
-            self.split.leaves = []
+            self.split.leaves = []  # What is held here could not be given away.
             self.merge.donation.open([*answers, list(self.totals.values())])
         structures = [aux for _, aux, *_ in self.found]
         count = structures[0].num_leaves

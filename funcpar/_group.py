@@ -193,7 +193,8 @@ class Group:
             self._returned.add(rank)
             if self._waiting and self._failure is None:
                 waiting, (call, _) = next(iter(self._waiting.items()))
-                self._fail(returned_early(rank, waiting, call))
+                first, _ = self._numbers()
+                self._fail(returned_early(first + rank, first + waiting, call))
 
     def abort(self) -> None:
         """Release every shard that waits, now or later: one of them failed."""
@@ -207,13 +208,18 @@ class Group:
         """Fail the group if ``call`` cannot be what the others came or will come for."""
         if self._failure is not None:
             return
+        first, _ = self._numbers()
         if self._returned:
-            self._fail(returned_early(min(self._returned), rank, call))
+            self._fail(returned_early(first + min(self._returned), first + rank, call))
             return
         for other, (theirs, _) in self._waiting.items():
             if not theirs.matches(call):
-                self._fail(different(other, theirs, rank, call))
+                self._fail(different(first + other, theirs, first + rank, call))
                 return
+
+    def _numbers(self) -> tuple[int, int]:
+        """Return the rank of the first shard here and the number of all, for messages."""
+        return (0, self.num_here) if self.span is None else self.span.numbers(self.num_here)
 
     def _fail(self, failure: Callable[[], BaseException]) -> None:
         self._failure = failure
@@ -229,10 +235,13 @@ class Group:
         with self._lock:
             if rank not in self._waiting:  # The last one came, or failed, at this very moment.
                 return
-            missing = [r for r in range(self.num_here) if r not in self._waiting]
-            places = "".join(f"\n  shard {r} waits in {c}" for r, (c, _) in sorted(self._waiting.items()))
+            first, size = self._numbers()
+            missing = [str(first + r) for r in range(self.num_here) if r not in self._waiting]
+            places = "".join(
+                f"\n  shard {first + r} waits in {c}" for r, (c, _) in sorted(self._waiting.items())
+            )
             message = (
-                f"{call}: shard{'s' * (len(missing) > 1)} {', '.join(map(str, missing))} of {self.num_here} "
+                f"{call}: shard{'s' * (len(missing) > 1)} {', '.join(missing)} of {size} "
                 f"did not come within {waiting_time():g} seconds:{places}\n"
                 f"Every shard must make the same calls; FUNCPAR_TIMEOUT (seconds) sets the limit."
             )

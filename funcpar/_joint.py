@@ -48,12 +48,12 @@ def call_shards(
     transfer = None if frame.is_cpu else Transfer(frame.devices, inputs, _is_graph(bodies))
     answers = _call_shards(frame, bodies, inputs, transfer, is_joined)
     written = [k for (k, leaf), version in zip(shared, versions, strict=True) if leaf._version != version]
-    for k in written + ([] if transfer is None else transfer.written(inputs[0])):
-        leaf = inputs[0][k]
-        name = frame.name_of(k) if frame.name_of else f"a tensor of shape {tuple(leaf.shape)}"
+    written += [] if transfer is None else transfer.written(inputs[0])
+    if written:
+        name_of = frame.name_of or (lambda k: f"a tensor of shape {tuple(inputs[0][k].shape)}")
         raise ValueError(
-            f"{frame.where}: {name}, which the shards share, was written to in place by the function, "
-            f"by several shards at the same time.\n"
+            f"{frame.where}: {', '.join(map(name_of, written))}, which the shards share, was written to in "
+            f"place by the function, by several shards at the same time.\n"
             f"Return the new value instead, or let each shard write to a copy of its own."
         )
     return answers

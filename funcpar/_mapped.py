@@ -234,7 +234,7 @@ class Mapped:
         answers = call_shards(frame, [functools.partial(body, rank) for rank in range(size)], split.leaves)
         answers = [split.unmarked(answer) for answer in answers]
         if merge.donation is not None:
-            split.leaves = []
+            split.leaves = []  # What is held here could not be given away.
             merge.donation.open(answers)
         outs = [tree.unflatten(spec, answer) for spec, answer in zip(specs, answers, strict=True)]
         if span is not None and is_transformed():
