@@ -45,12 +45,18 @@ class Whereabouts:
         missing = [k for k in range(self._count) if k not in waits]
         several = len(missing) > 1
         names = f"process{'es' * several} {', '.join(map(str, missing))} of {self._count}"
+        timed_out = "imed out" in str(cause) or "imeout" in str(cause)
+        if timed_out and not missing and set(waits.values()) == {call}:
+            return CollectiveTimeoutError(
+                f"{call}: the processes came to it more than {self._timeout:g} seconds apart:{where}\n"
+                f"Let them do the same work between calls, or set initialize(timeout=) higher."
+            )
         if not missing:
             return ReplicaMismatchError(
                 f"{call}: the processes wait for each other, in other calls or with other shapes:{where}\n"
                 f"Every process must make the same calls in the same order."
             )
-        if "imed out" in str(cause) or "imeout" in str(cause):
+        if timed_out:
             return CollectiveTimeoutError(
                 f"{call}: {names} did not come within {self._timeout:g} seconds:{where}\n"
                 f"Every process must make the same calls; initialize(timeout=) sets the limit."

@@ -1,5 +1,6 @@
 """Several processes give the numbers of one: values, derivatives, training, collectives, randomness."""
 
+import os
 from typing import Any
 
 import golden_processes
@@ -16,6 +17,7 @@ LAYOUTS = {
     "2 x 2, one without rows": (2, 2, (13, 0)),
     "4 x 1": (4, 1, (4, 3, 3, 3)),
 }
+thorough = pytest.mark.skipif(os.environ.get("HYPOTHESIS_PROFILE") != "thorough", reason="a long campaign")
 every_layout = pytest.mark.parametrize(("count", "devices", "rows"), LAYOUTS.values(), ids=LAYOUTS)
 ALONE = (several_processes.ROWS,)
 STEPS = 50
@@ -107,10 +109,11 @@ def test_every_shard_of_every_process_has_a_dropout_mask_of_its_own():
 @pytest.mark.parametrize(
     ("count", "sizes", "expected"),
     [
-        (2, (2, 4), {"values": 97, "autograd": 69, "vjp": 69, "jvp": 23, "dual": 23}),
+        (2, (4,), {"values": 63, "autograd": 44, "vjp": 44, "jvp": 17, "dual": 17}),
+        pytest.param(2, (2,), {"values": 34, "autograd": 25, "vjp": 25, "jvp": 6, "dual": 6}, marks=thorough),
         (4, (4,), {"values": 63, "autograd": 44, "vjp": 44, "jvp": 17, "dual": 17}),
     ],
-    ids=["over 2 processes", "over 4 processes"],
+    ids=["2 x 2", "2 x 1", "4 x 1"],
 )
 def test_collectives_give_what_jax_gives(count: int, sizes: tuple[int, ...], expected: dict[str, int]):
     for found in processes.values(golden_processes.check_cases, count, sizes, timeout=200):

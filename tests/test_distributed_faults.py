@@ -20,7 +20,10 @@ FAULTS = {
     "kill": ("ProcessFailedError", GONE),
     "exit": ("ProcessFailedError", GONE),
     "raise outside": ("ProcessFailedError", GONE),
-    "hang": ("CollectiveTimeoutError", r"process {last} of {count} did not come within 3 seconds"),
+    "hang": (
+        "CollectiveTimeoutError",
+        r"process {last} of {count} did not come within 3 seconds|more than 3 seconds apart",
+    ),
     "leave": (
         "ProcessFailedError|CollectiveTimeoutError",
         r"process {last}.* (failed in|has left:) shutdown\(\)",
