@@ -192,7 +192,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         description=DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--quick", action="store_true", help="measure less exactly, in little more than a minute")
+    parser.add_argument("--quick", action="store_true", help="measure less exactly, in a good minute")
     parser.add_argument(
         "--devices", type=_positive, default=torch.get_num_threads(), metavar="COUNT",
         help="virtual devices of a training step (default: torch's number of threads, here %(default)s)",

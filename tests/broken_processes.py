@@ -211,3 +211,30 @@ def joined_twice() -> str:
         return str(error).splitlines()[0]
     finally:
         fp.distributed.shutdown()
+
+
+def out_of_step() -> list[str]:
+    """Make two calls, of which one process's first is refused before the others hear of it."""
+    fp.set_cpu_devices(1)
+    fp.distributed.initialize(timeout=TIMEOUT)
+    step = fp.pmap(fp.value_and_grad(lambda w, x, y: ((x @ w) * y).mean()))
+    w, x, y = torch.ones(3), torch.ones(4, 3), torch.ones(4)
+    told = []
+    for k in range(3):
+        rows = 3 if k == 1 and fp.distributed.process_index() else 4
+        try:
+            told.append(str(step(w, x * (k + 1), y[:rows])[0].item()))
+        except Exception as error:
+            told.append(f"{type(error).__name__}: {error}")
+    return told
+
+
+def half_precision() -> list[float]:
+    """Return gradients in float16 where the number of rows changes by a factor of 100,000."""
+    fp.set_cpu_devices(1)
+    fp.distributed.initialize(timeout=20)
+    step = fp.pmap(fp.grad(lambda w, x: (x * w).mean()))
+    w = torch.ones(1, dtype=torch.float16)
+    found = [step(w, torch.full((n, 1), 0.5, dtype=torch.float16)).item() for n in (1, 100_000, 1)]
+    fp.distributed.shutdown()
+    return found

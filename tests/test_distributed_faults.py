@@ -157,3 +157,19 @@ def test_joining_twice_is_refused():
         processes.values(broken_processes.joined_twice, 2)
         == ["initialize: the processes are joined already."] * 2
     )
+
+
+def test_calls_of_different_number_are_never_paired():
+    first, second = (
+        outcome.value for outcome in processes.run(broken_processes.out_of_step, 2, timeout=BOUND)
+    )
+    assert first[0] == second[0] == "3.0"
+    assert second[1].startswith("ValueError: pmap(<lambda>): mapped arguments disagree")
+    # Process 1's third call is none of those that process 0 makes.
+    assert re.search("process 0 is in .*, its call 2 .*\n.*process 1 is in .*, its call 3 ", first[1])
+    assert "Error: " in first[2] and "Error: " in second[2]
+
+
+def test_gradients_in_half_precision_survive_a_change_of_rows():
+    for found in processes.values(broken_processes.half_precision, 2):
+        assert all(abs(grad - 0.5) < 1e-2 for grad in found), found
