@@ -145,10 +145,6 @@ class Link:
         except RuntimeError as error:
             self._lose(call, error)
 
-    def is_lost(self) -> bool:
-        """Tell whether the others cannot be reached any more."""
-        return self._lost is not None
-
     def spoke(self) -> None:
         """Note that the others know of the call, and would wait for its end."""
         if self._lost is not None:

@@ -162,20 +162,22 @@ class Span:
         """
         # They have no names: only their values tell whether those of another process are the same.
         kinds = {f"closed-over tensor {k}": with_values(leaf) for k, leaf in enumerate(leaves)}
-        everyone = self.link.meet(f"the end of the shards of {self.call}", list(kinds.values()))
-        if any(theirs != everyone[0] for theirs in everyone):
-            check_alike(self.link, self.call, kinds)
+        self._agree(f"the end of the shards of {self.call}", kinds)
         return copied(self.link, self.call, leaves)
 
     def summed(self, leaves: list[Any]) -> list[Tensor]:
         """Return the sums over processes of gradients, differentiable."""
         what = f"the gradients of {self.call}"
         kinds = {f"gradient {k}": described(leaf) for k, leaf in enumerate(leaves)}
-        everyone = self.link.meet(what, list(kinds.values()))
-        if any(theirs != everyone[0] for theirs in everyone):
-            check_alike(self.link, what, kinds)
+        self._agree(what, kinds)
         # Where no shard counts, they are zeros; in the graph all the same, as those of the others are.
         return summed(self.link, what, [self.anchored(leaf) for leaf in leaves])
+
+    def _agree(self, where: str, kinds: dict[str, str]) -> None:
+        """Meet, and refuse what the processes do not have alike."""
+        everyone = self.link.meet(where, list(kinds.values()))
+        if any(theirs != everyone[0] for theirs in everyone):
+            check_alike(self.link, self.call, kinds)
 
     def settled(self, names: Sequence[str], kinds: Sequence[str], leaves: list[Any]) -> list[Any]:
         """Return output leaves as all processes have them: sums added up, what is the same compared.
