@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 from torch import Tensor
@@ -24,22 +23,31 @@ class _Here(threading.local):
 asked = _Here()
 
 
-@contextlib.contextmanager
-def handled(target: Any, handler: Handler | None) -> Iterator[None]:
-    """Let a handler answer the calls of one gradient function in this thread."""
-    before = asked.target, asked.handler
-    asked.target, asked.handler = target, handler
-    try:
-        yield
-    finally:
-        asked.target, asked.handler = before
+class handled:
+    """Let a handler answer the calls of one gradient function in this thread, for a ``with`` block."""
+
+    __slots__ = ("_before", "_now")
+
+    def __init__(self, target: Any, handler: Handler | None) -> None:
+        self._now = target, handler
+
+    def __enter__(self) -> None:
+        self._before = asked.target, asked.handler
+        asked.target, asked.handler = self._now
+
+    def __exit__(self, *_: object) -> None:
+        asked.target, asked.handler = self._before
 
 
-@contextlib.contextmanager
-def recorded() -> Iterator[list[tuple[Tensor, Tensor]]]:
+class recorded:
     """Collect what gradient functions return in this thread: gradients, each with its leaf."""
-    before, asked.seen = asked.seen, []
-    try:
-        yield asked.seen
-    finally:
-        asked.seen = before
+
+    __slots__ = ("_before",)
+
+    def __enter__(self) -> list[tuple[Tensor, Tensor]]:
+        seen: list[tuple[Tensor, Tensor]] = []
+        self._before, asked.seen = asked.seen, seen
+        return seen
+
+    def __exit__(self, *_: object) -> None:
+        asked.seen = self._before

@@ -131,10 +131,9 @@ class Compilation:
         graph = self._graph(plan, rank, lambda: _graphs.step(gradient), plan.recorded)
         if torch.is_inference_mode_enabled():
             args, kwargs = tree.map(recordable, (args, kwargs))
+        factor = 1.0 if seed is None else seed()
         with torch.inference_mode(False), torch.no_grad():
-            factor = 1.0 if seed is None else seed()
-            start = torch.tensor(factor, dtype=torch.float64)
-            value, aux, grads = graph(args, kwargs, start)
+            value, aux, grads = graph(args, kwargs, _seed(factor))
         if factor == 0.0:  # What does not count has no gradient: 0 times 0/0 would be NaN.
             grads = [None] * len(grads)
         return gradient.evaluate_by(
@@ -182,6 +181,11 @@ def _refuse_compiled_gradient(call: str, fun: Any, gradient: GradientFunction) -
                 f"shards.\nMap {kind}(torch.compile({name})), or {gradient.call} with compile=True."
             )
         fun = inner
+
+
+@functools.lru_cache(64)
+def _seed(factor: float) -> Tensor:
+    return torch.tensor(factor, dtype=torch.float64)
 
 
 def _signature_of(split: Split) -> Hashable:

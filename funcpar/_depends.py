@@ -25,8 +25,7 @@ def depended_on(
     A tensor that was computed outside is an input like a leaf, if it is found in the function;
     otherwise the nodes that made it look like the shard's own, up to leaves further out.
     """
-    leaves = closed_over(outs, ins)
-    if not leaves:
+    if not outs or not closed_over(outs, ins):
         return [], set(), set()
     computed = computed_tensors(funs)
     nodes, _ = reach(outs, [*ins, *computed])

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from funcpar import tree
 from funcpar._exchange import complete, keep, recording
-from funcpar._graph import ROOT, Gradient, GradientHook, closed_over, refuse_hidden
+from funcpar._graph import ROOT, Gradient, GradientHook, backward, closed_over, refuse_hidden
 from funcpar._world import in_dual_level
 
 # How much the value counts, known when it is: None means 1.
@@ -28,16 +28,16 @@ def by_autograd(
     outer = torch.is_grad_enabled()
     dual = in_dual_level()
     joined = dual or (outer and any(leaf.requires_grad for leaf in leaves))
-    with _recorded_graph(), recording() as tokens:
+    with _recorded_graph(outer), recording() as tokens:
         stands = [_stand_in(leaf, joined, dual) for leaf in leaves]
         value, aux = call(*stands)
-        # What the function passes through is the argument, not its stand-in.
-        passed = {id(stand): leaf for stand, leaf in zip(stands, leaves, strict=True)}
-        aux = tree.map(lambda leaf: passed.get(id(leaf), leaf), aux)
-        joined = joined or (
-            outer
-            and bool(closed_over([value, *(leaf for leaf in tree.leaves(aux) if _has_graph(leaf))], stands))
-        )
+        results = [value]
+        if aux is not None:
+            # What the function passes through is the argument, not its stand-in.
+            passed = {id(stand): leaf for stand, leaf in zip(stands, leaves, strict=True)}
+            aux = tree.map(lambda leaf: passed.get(id(leaf), leaf), aux)
+            results += filter(_has_graph, tree.leaves(aux))
+        joined = joined or (outer and bool(closed_over(results, stands)))
         for stand, hook in zip(stands, hooks, strict=False):
             if hook is not None and not joined:
                 stand.register_hook(hook)  # type: ignore[no-untyped-call]
@@ -45,12 +45,10 @@ def by_autograd(
     if joined:
         keep(tokens)
         return value, aux, grads
-    known = set(map(id, leaves))
-    return (
-        value.detach().clone(),
-        tree.map(lambda leaf: leaf if id(leaf) in known else _detached(leaf), aux),
-        grads,
-    )
+    if aux is not None:
+        known = set(map(id, leaves))
+        aux = tree.map(lambda leaf: leaf if id(leaf) in known else _detached(leaf), aux)
+    return value.detach().clone(), aux, grads
 
 
 def _backward(
@@ -66,9 +64,7 @@ def _backward(
     if not starts or not stands:
         return [None] * len(stands)
     ins = [*stands, ROOT] if tokens else stands
-    grads: list[Gradient] = list(
-        torch.autograd.grad(starts, ins, seeds, create_graph=joined, allow_unused=True)
-    )
+    grads = backward(starts, ins, seeds, create=joined)
     if any(grad is None for grad in grads):
         refuse_hidden(starts)
     return grads[: len(stands)]
@@ -126,9 +122,15 @@ def _stand_in(leaf: Tensor, joined: bool, dual: bool) -> Tensor:
     return leaf.detach().requires_grad_()
 
 
-@contextlib.contextmanager
-def _recorded_graph() -> Iterator[None]:
+def _recorded_graph(is_recording: bool) -> AbstractContextManager[None]:
     """Record a graph, whatever the caller's mode."""
+    if is_recording and not torch.is_inference_mode_enabled():
+        return nullcontext()
+    return _recorded_graph_anew()
+
+
+@contextmanager
+def _recorded_graph_anew() -> Iterator[None]:
     threads = torch._C._is_multithreading_enabled()
     # Entering inference mode, off too, lets backward use the engine's own threads again; in a worker
     # it must stay in the worker.

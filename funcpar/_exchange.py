@@ -14,8 +14,7 @@ Three ways, by what surrounds the shard:
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -43,14 +42,18 @@ class _Here(threading.local):
 _here = _Here()
 
 
-@contextmanager
-def recording() -> Iterator[list[Gradient]]:
+class recording:
     """Collect a token for every exchange that becomes part of a graph: an output to start backward at."""
-    before, _here.tokens = _here.tokens, []
-    try:
-        yield _here.tokens
-    finally:
-        _here.tokens = before
+
+    __slots__ = ("_before",)
+
+    def __enter__(self) -> list[Gradient]:
+        tokens: list[Gradient] = []
+        self._before, _here.tokens = _here.tokens, tokens
+        return tokens
+
+    def __exit__(self, *_: object) -> None:
+        _here.tokens = self._before
 
 
 def keep(tokens: list[Gradient]) -> None:

@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from time import perf_counter
 from typing import Any, NoReturn, TypeAlias
 
-from funcpar import _functional, _random, _streams
+from funcpar import _functional, _group, _random, _streams
 from funcpar._devices import Device
 from funcpar._errors import CollectiveTimeoutError, ReplicaMismatchError, ShardAborted
-from funcpar._group import Group, Shard, current, entered
+from funcpar._group import Group, Shard, current
+from funcpar._pace import Pace
 from funcpar._span import Span
 from funcpar._standstill import Presence, install
-from funcpar._workers import Outcome, run
+from funcpar._workers import Outcome, Relay, run
 from funcpar._world import is_transformed, num_levels, untraced
 
 Body: TypeAlias = Callable[[], Any]
@@ -33,6 +35,7 @@ class Frame:
         name_of: Names an argument leaf, by its place, as the user would.
         span: How the axis goes on in other processes, None if it does not.
         takes_turns: Whether one shard runs at a time, since what it calls is likely to be compiled.
+        pace: What is known of how long such calls take, for shards that may run one after another.
         is_cpu: Whether the shards share memory with the caller: nothing to copy, nothing to order.
     """
 
@@ -45,16 +48,18 @@ class Frame:
     name_of: Callable[[int], str] | None = None
     span: Span | None = None
     takes_turns: bool = False
+    pace: Pace | None = None
     is_cpu: bool = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "is_cpu", self.devices[0].is_cpu)
 
     @untraced
-    def run(self, bodies: Sequence[Body], others: Iterable[Any] = ()) -> list[Any]:
+    def run(self, bodies: Sequence[Body], others: Iterable[Any] = (), pace: Pace | None = None) -> list[Any]:
         """Run one body per shard and return their values in rank order.
 
-        ``others`` are further streams that what the bodies read may have been made on.
+        ``others`` are further streams that what the bodies read may have been made on. ``pace`` is what
+        is known of such calls on CPU: by it they may run one after another.
 
         One body runs right here, as plain code would. So do several, one after another, when this
         is a shard already: its device is the only one they may use.
@@ -63,7 +68,8 @@ class Frame:
         inside = current() is not None
         levels = num_levels() if is_transformed() else None
         install()
-        presence = Presence(self.takes_turns)
+        relay = None if pace is None or self.takes_turns or pace.is_together() else Relay()
+        presence = Presence(self.takes_turns, None if relay is None else relay.hand_on)
         group = Group(
             self.axis, size, self.weights, inside and size > 1, levels, self.span, presence, not self.is_cpu
         )
@@ -83,7 +89,10 @@ class Frame:
             group.abort()
 
         order = None if self.is_cpu else _streams.Order(self.devices, others)
-        outcomes = run(self.devices, wrapped, abort, order)
+        start = perf_counter()
+        outcomes = run(self.devices, wrapped, abort, order, relay)
+        if pace is not None and not self.takes_turns:
+            pace.took(relay is None, perf_counter() - start)
         if any(outcome.error is not None for outcome in outcomes):
             self._raise(outcomes)
         values = [outcome.value for outcome in outcomes]
@@ -148,10 +157,11 @@ def _surround(body: Body, shard: Shard, presence: Presence) -> Any:
     """Run a body as a shard: it is found by collectives, and its functional_call uses a private shell."""
     presence.enter()
     outer = _functional.isolate(True)
+    token = _group.enter(shard)
     try:
-        with entered(shard):
-            return body()
+        return body()
     finally:
+        _group.leave(token)
         _functional.isolate(outer)
         presence.leave()
 

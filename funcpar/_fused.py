@@ -26,10 +26,19 @@ from funcpar._group import find
 from funcpar._joint import call_shards
 from funcpar._merge import Merge
 from funcpar._overlap import Overlap
-from funcpar._reduce import add_up
+from funcpar._reduce import are_small, reduce_rows
 from funcpar._request import Call, call_site
 from funcpar._span import Span
 from funcpar._split import Split
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What one shard evaluated: the structure of its aux, and the place of each leaf among all arguments."""
+
+    evaluation: Evaluation
+    aux: tree.Spec
+    places: list[int | None]
 
 
 @dataclass(slots=True)
@@ -50,6 +59,7 @@ class Fused:
         overlap: Sums over processes that are made while backward runs, None if there are no others.
         value: The value of all processes, None where it is merged.
         order: The differentiated leaves in an order that all processes know.
+        is_small: Whether the caller sums the gradients, so that shards need not meet.
     """
 
     gradient: GradientFunction
@@ -60,11 +70,16 @@ class Fused:
     value_spec: str
     aux_spec: Any
     compiled: Callable[..., Evaluation] | None = None
-    found: list[Any] = field(default_factory=list)
+    found: dict[int, Found] = field(default_factory=dict)
     totals: dict[int, Gradient] = field(default_factory=dict)
     overlap: Overlap | None = None
     value: Tensor | None = None
     order: Sequence[int] = ()
+    is_small: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        shared = [leaf for leaf, axis in zip(self.split.whole, self.split.axes, strict=True) if axis is None]
+        self.is_small = self.frame.is_cpu and are_small(shared)
 
     @property
     def is_local(self) -> bool:
@@ -78,7 +93,6 @@ class Fused:
         if self.is_local and not self.gradient.has_aux and plain:
             args, kwargs = self.split.rebuild(self.split.leaves[0])
             return self.frame.run([lambda: self.fun(*args, **kwargs)])[0]
-        self.found = [None] * size
         bodies = [functools.partial(self._body, place) for place in range(size)]
         if span is None:
             # What is compiled is part of no graph, and need not be searched for one.
@@ -121,21 +135,22 @@ class Fused:
         with handled(self.gradient, handler):
             self.fun(*args, **kwargs)
         leaves, spec = found
-        return leaves, self._axes(leaves, self.split.leaves[0]), spec.order()
+        return leaves, self._axes(self._places(leaves, self.split.leaves[0])), spec.order()
 
     def _answer(self, answers: list[list[Any]]) -> Any:
-        answers = [self.split.unmarked(answer) for answer in answers]
+        if self.gradient.has_aux:
+            answers = [self.split.unmarked(answer) for answer in answers]
         if self.merge.donation is not None:
             self.split.leaves = []  # What is held here could not be given away.
             self.merge.donation.open([*answers, list(self.totals.values())])
-        structures = [aux for _, aux, *_ in self.found]
+        structures = [self.found[place].aux for place in range(len(answers))]
         count = structures[0].num_leaves
         values = [answer[0] for answer in answers]
         auxes = [
             tree.unflatten(spec, answer[1 : 1 + spec.num_leaves])
             for spec, answer in zip(structures, answers, strict=True)
         ]
-        found: Evaluation = self.found[0][0]
+        found = self.found[0].evaluation
         if self.value is None:
             found.value = self.merge.column(self.value_spec, values, "the value")
         else:
@@ -149,23 +164,17 @@ class Fused:
         with handled(self.gradient, self._evaluate):
             found: Evaluation = self.fun(*args, **kwargs)
         aux_leaves, aux_spec = tree.flatten(found.aux)
-        axes = self._axes(found.leaves, leaves)
-        self.found[place] = (found, aux_spec, axes, self._places(found, leaves))
+        places = [] if self.is_small and place else self._places(found.leaves, leaves)
+        self.found[place] = Found(found, aux_spec, places)
         if self.overlap is not None:
-            self._end(self.overlap, place, found)
+            self.overlap.end(place, found.value, found.grads)
             return [found.value, *self.split.marked(leaves, aux_leaves), *found.grads]
-        shared, own, _ = self._sum(found, axes)
-        row = [theirs if mine is None else mine for theirs, mine in zip(shared, own, strict=True)]
+        if self.is_small:
+            row, found.grads = found.grads, []
+        else:
+            shared, own, _ = self._sum(found, self._axes(places))
+            row = [theirs if mine is None else mine for theirs, mine in zip(shared, own, strict=True)]
         return [found.value, *self.split.marked(leaves, aux_leaves), *row]
-
-    def _end(self, overlap: Overlap, place: int, found: Evaluation) -> None:
-        if found.value.requires_grad:
-            raise RuntimeError(
-                f"{self.merge.call}: the value depends on a tensor that requires a gradient and is no "
-                f"argument, so that gradients would be part of a graph; over processes they cannot be.\n"
-                f"Detach that tensor, pass it as an argument, or make the call under torch.no_grad()."
-            )
-        overlap.end(place, found.value, found.grads)
 
     def _sum(self, found: Evaluation, axes: list[int | None]) -> tuple[list[Gradient], list[Gradient], bool]:
         """Sum over shards, unless a gradient is to stay part of a graph.
@@ -196,7 +205,7 @@ class Fused:
                     f"of the mapped function, so that it cannot be told whether it has rows.\n"
                     f"Pass the arguments on as they are, or do what is done to them inside the function."
                 )
-            axes = self._axes(found.leaves, leaves)
+            axes = self._axes(self._places(found.leaves, leaves))
             _, own, summed = self._sum(found, axes)
             shard = find(None, gradient.call)
             if not summed:
@@ -241,10 +250,14 @@ class Fused:
     def _seed(self, place: int) -> float:
         return self.merge.shares()[place] if self.overlap is None else self.overlap.seed(place)
 
-    def _axes(self, found: Sequence[Any], leaves: list[Any]) -> list[int | None]:
-        """Return along which dimension each differentiated leaf was split."""
-        known = {id(leaf): axis for leaf, axis in zip(leaves, self.split.axes, strict=True)}
+    def _places(self, found: Sequence[Any], leaves: list[Any]) -> list[int | None]:
+        """Return the place among all arguments of each differentiated leaf, None if it is no argument."""
+        known = {id(leaf): k for k, leaf in enumerate(leaves)}
         return [known.get(id(leaf)) for leaf in found]
+
+    def _axes(self, places: list[int | None]) -> list[int | None]:
+        """Return along which dimension each differentiated leaf was split."""
+        return [None if k is None else self.split.axes[k] for k in places]
 
     def _across(
         self, totals: list[Gradient], axes: Sequence[int | None], order: Sequence[int]
@@ -258,34 +271,29 @@ class Fused:
             totals[k] = total
         return totals
 
-    def _places(self, found: Evaluation, leaves: list[Any]) -> list[int | None]:
-        """Return the place among all arguments of each differentiated leaf, on accelerators."""
-        known = {} if self.frame.is_cpu else {id(leaf): k for k, leaf in enumerate(leaves)}
-        return [known.get(id(leaf)) for leaf in found.leaves]
-
     def _gradients(self, rows: Sequence[list[Gradient]]) -> list[Gradient]:
         """Return the gradient of each leaf: a sum over shards, or the rows of all."""
-        first, _, axes, _ = self.found[0]
-        whole = [self.totals.get(k) for k in range(len(axes))]
+        axes = self._axes(self.found[0].places)
+        columns = {k: [row[k] for row in rows] for k, axis in enumerate(axes) if axis is not None}
+        for k in columns:
+            for row in rows:
+                row[k] = None
+        whole = [self.totals.get(k) for k in range(len(axes))] if self.totals else reduce_rows(rows)
         if not self.frame.is_cpu:
             _streams.received(whole)
-        for k, axis in enumerate(axes):
-            column = [row[k] for row in rows]
-            if axis is None and whole[k] is None:
-                whole[k] = add_up(column)
-            elif axis is not None:
-                leaves = [found.leaves[k] for found, *_ in self.found]
-                parts: list[Any] = self.gradient.finish(leaves, column)
-                if isinstance(parts[0], Tensor):
-                    whole[k] = torch.cat([part.to(parts[0].device) for part in parts], axis)
-        whole = self._across(self.gradient.finish(first.leaves, whole), axes, self.order)
+        for k, column in columns.items():
+            leaves = [self.found[place].evaluation.leaves[k] for place in range(len(rows))]
+            parts: list[Any] = self.gradient.finish(leaves, column)
+            if isinstance(parts[0], Tensor):
+                whole[k] = torch.cat([part.to(parts[0].device) for part in parts], axes[k] or 0)
+        whole = self._across(self.gradient.finish(self.found[0].evaluation.leaves, whole), axes, self.order)
         if self.merge.donation is not None:
             whole = [self.merge.donation.settle(grad) for grad in whole]
         return whole if self.frame.is_cpu else self._at_home(whole)
 
     def _at_home(self, grads: list[Gradient]) -> list[Gradient]:
         """Return the gradients where the caller's arguments live."""
-        homes = [None if leaf is None else self.split.whole[leaf] for leaf in self.found[0][3]]
+        homes = [None if k is None else self.split.whole[k] for k in self.found[0].places]
         return [
             _streams.home(grad, home.device) if grad is not None and isinstance(home, Tensor) else grad
             for grad, home in zip(grads, homes, strict=True)

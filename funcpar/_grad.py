@@ -99,8 +99,7 @@ class GradientFunction:
 
     def differentiated(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], tree.Spec]:
         """Return the leaves of the differentiated arguments, and the structure of the list of those."""
-        slots = self._slots(args, kwargs)
-        return tree.flatten([args[slot] if isinstance(slot, int) else kwargs[slot] for slot in slots])
+        return _flatten_slots(self._slots(args, kwargs), args, kwargs)
 
     def evaluate(
         self,
@@ -130,7 +129,7 @@ class GradientFunction:
     ) -> Evaluation:
         """Return value, aux and gradients as ``differentiate`` makes them of the differentiable leaves."""
         slots = self._slots(args, kwargs)
-        leaves, spec = self.differentiated(args, kwargs)
+        leaves, spec = _flatten_slots(slots, args, kwargs)
         for leaf in leaves:
             if not isinstance(leaf, Tensor) and holds_tensors(leaf):
                 raise TypeError(
@@ -267,6 +266,12 @@ def value_and_grad(
         ``jax.value_and_grad``; ``torch.func.grad_and_value`` returns the two in the other order.
     """
     return GradientFunction("value_and_grad", fun, argnums, has_aux)
+
+
+def _flatten_slots(
+    slots: list[int | str], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[list[Any], tree.Spec]:
+    return tree.flatten([args[slot] if isinstance(slot, int) else kwargs[slot] for slot in slots])
 
 
 def _name_of(fun: Callable[..., Any]) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import _thread
 from collections.abc import Callable, Hashable, Sequence
-from contextvars import ContextVar
+from contextvars import ContextVar, Token
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
@@ -284,15 +284,11 @@ def find(axis: Hashable, call: str) -> Shard:
     )
 
 
-class entered:
-    """Make a shard the innermost one for a ``with`` block."""
+def enter(shard: Shard) -> Token[tuple[Shard, ...]]:
+    """Make a shard the innermost one, until :func:`leave` gets what this returns."""
+    return _live.set((*_live.get(), shard))
 
-    def __init__(self, shard: Shard) -> None:
-        self._shard = shard
 
-    def __enter__(self) -> Shard:
-        self._token = _live.set((*_live.get(), self._shard))
-        return self._shard
-
-    def __exit__(self, *_: object) -> None:
-        _live.reset(self._token)
+def leave(token: Token[tuple[Shard, ...]]) -> None:
+    """Make the shard around innermost again."""
+    _live.reset(token)

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
+from itertools import compress
 from typing import Any, TypeAlias
 
 import torch
@@ -22,12 +23,12 @@ from torch import Tensor
 from funcpar import _streams
 from funcpar._allreduce import sum_over_shards
 from funcpar._depends import check_closed_over, depended_on, sequence_number
-from funcpar._exchange import complete, recording
+from funcpar._exchange import recording
 from funcpar._frame import Frame
-from funcpar._graph import ROOT, Gradient, apply, explain_compiled, refuse_hidden
+from funcpar._graph import Gradient, apply
 from funcpar._group import current
-from funcpar._pieces import Piece, Sources
-from funcpar._reduce import add_up
+from funcpar._pieces import Piece, Sources, pull
+from funcpar._reduce import add_up, are_small, reduce_rows
 from funcpar._transfer import Transfer
 from funcpar._world import is_transformed
 
@@ -87,7 +88,7 @@ def _call_shards(
     if transfer is not None:
         bodies = [transfer.bringing(rank, body) for rank, body in enumerate(bodies)]
     tasks = [partial(body, leaves) for body, leaves in zip(bodies, inputs, strict=True)]
-    return frame.run(tasks, () if transfer is None else transfer.streams)
+    return frame.run(tasks, () if transfer is None else transfer.streams, frame.pace)
 
 
 def _call_joined(
@@ -111,8 +112,11 @@ def _call_joined(
         partial(_on_stand_ins, frame, transfer, rank, *each)
         for rank, each in enumerate(zip(bodies, inputs, places, before, strict=True))
     ]
-    answers = frame.run(tasks, () if transfer is None else transfer.streams)
-    pieces = [piece for _, piece in answers]
+    pace = frame.pace if before[0] is None else None
+    answers = frame.run(tasks, () if transfer is None else transfer.streams, pace)
+    if frame.span is None and all(piece is None for _, piece in answers):
+        return [answer for answer, _ in answers]
+    pieces = [piece or Piece.of_nothing() for _, piece in answers]
     seen: set[Any] = set()
     for piece in pieces:
         check_closed_over(frame.where, piece.closed_over, piece.outside, piece.nodes, seen)
@@ -120,8 +124,6 @@ def _call_joined(
     for piece in pieces:
         piece.which += [sources.index(closed_over[id(leaf)]) for leaf in piece.closed_over]
         piece.ins += piece.closed_over
-    if frame.span is None and not any(piece.outs for piece in pieces):
-        return [answer for answer, _ in answers]
     anchor, *outs = apply(_Joint, _Graphs(frame, pieces, sources), *sources.tensors)
     if frame.span is not None:
         frame.span.anchors.append(anchor)
@@ -157,8 +159,8 @@ def _on_stand_ins(
     leaves: list[Any],
     places: dict[int, int],
     before: Piece | None,
-) -> tuple[list[Any], Piece]:
-    """Run one body on stand-ins for the leaves at ``places``, in a shard, and keep its graph."""
+) -> tuple[list[Any], Piece | None]:
+    """Run one body on stand-ins for the leaves at ``places``, in a shard, and keep its graph, if any."""
     if transfer is not None:
         leaves = transfer.bring(rank, leaves)
     stands: dict[int, Tensor] = {}
@@ -174,6 +176,8 @@ def _on_stand_ins(
     ins, which = list(stands.values()), list(stands)
     if before is not None:
         ins, which, tokens = ins + before.ins, which + before.which, before.tokens + tokens
+    if not outs and not tokens:
+        return answer, None
     others, nodes, outside = depended_on(frame.funs, outs, ins, start)
     return answer, Piece(outs, ins, which, others, nodes, outside, tokens, before is not None)
 
@@ -220,16 +224,24 @@ class _Graphs:
     def _pull(self, cotangents: list[list[Gradient]], wanted: Sequence[bool]) -> list[Gradient]:
         totals: dict[int, Gradient] = {}
         keep = torch._C._autograd._get_current_graph_task_keep_graph()
+        is_small = self.frame.is_cpu and are_small(compress(self.sources, wanted))
 
-        def backward(piece: Piece, given: list[Gradient]) -> None:
+        def backward(piece: Piece, given: list[Gradient]) -> list[Gradient]:
             row: list[Gradient] = [None] * len(wanted)
             _streams.received(given)
-            _pull_piece(piece, wanted, row, given, keep=keep or piece.is_shared, create=False)
+            pull(piece, wanted, row, given, keep=keep or piece.is_shared, create=False)
+            if is_small:  # The caller sums them, so that shards need not meet.
+                return row
             sum_over_shards(row, totals)
+            return []
 
-        self.frame.run(
-            [partial(backward, *each) for each in zip(self.pieces, cotangents, strict=True)], self.streams
+        rows = self.frame.run(
+            [partial(backward, *each) for each in zip(self.pieces, cotangents, strict=True)],
+            self.streams,
+            None if self.frame.pace is None else self.frame.pace.backward,
         )
+        if is_small:
+            totals.update(enumerate(reduce_rows(rows)))
         if not self.frame.is_cpu:
             _streams.received(totals, self.streams)
         return [self._at_home(k, totals.get(k)) for k in range(len(wanted))]
@@ -248,7 +260,7 @@ class _Graphs:
 
         def backward(piece: Piece, given: list[Gradient]) -> list[Gradient]:
             row: list[Gradient] = [None] * len(wanted)
-            _pull_piece(piece, wanted, row, given, keep=True, create=True)
+            pull(piece, wanted, row, given, keep=True, create=True)
             return row
 
         bodies = [partial(backward, piece) for piece in self.pieces]
@@ -259,40 +271,3 @@ class _Graphs:
             if all(grad is None for grad in grads):  # The other processes' gradients have a backward too.
                 return [torch.zeros_like(source) + anchor.to(source) for source in self.sources]
         return grads
-
-
-def _pull_piece(
-    piece: Piece,
-    wanted: Sequence[bool],
-    row: list[Gradient],
-    given: list[Gradient],
-    *,
-    keep: bool,
-    create: bool,
-) -> None:
-    """Run one shard's backward; write the gradients of the wanted sources into ``row``."""
-    pairs = [
-        (out, cotangent) for out, cotangent in zip(piece.outs, given, strict=True) if cotangent is not None
-    ]
-    pairs += [(token, torch.zeros_like(token)) for token in complete([out for out, _ in pairs], piece.tokens)]
-    asked = [k for k, which in enumerate(piece.which) if wanted[which]]
-    ins = [piece.ins[k] for k in asked] + [ROOT] * bool(piece.tokens)
-    if not pairs or not ins:
-        return
-    try:
-        grads = torch.autograd.grad(
-            [out for out, _ in pairs],
-            ins,
-            [cotangent for _, cotangent in pairs],
-            retain_graph=keep,
-            create_graph=create,
-            allow_unused=True,
-        )
-    except RuntimeError as error:
-        explain_compiled(error)
-        raise
-    if any(grad is None for grad in grads):
-        refuse_hidden([out for out, _ in pairs])
-    for k, grad in zip(asked, grads, strict=False):
-        which = piece.which[k]  # Twice the same where a function takes a tensor and closes over it.
-        row[which] = grad if row[which] is None else add_up([row[which], grad])

@@ -25,6 +25,7 @@ from funcpar._group import current
 from funcpar._joint import call_shards
 from funcpar._link import Link
 from funcpar._merge import Merge
+from funcpar._pace import Pace, Paces
 from funcpar._random import Streams
 from funcpar._span import Span
 from funcpar._split import Split, weights_of
@@ -69,6 +70,7 @@ class Mapped:
         self.donated = donated
         self.checked: set[Any] = set()
         self.is_closure_searched = False
+        self.paces = Paces()
         self.signatures: dict[Any, bytes] = {}
         self.gradient, self.wrapped = gradient_within(fun)
         self.takes_local_gradient = _is_torch_func_gradient(fun)
@@ -117,6 +119,7 @@ class Mapped:
             name_of=name_of,
             span=span,
             takes_turns=plan.takes_turns,
+            pace=self._pace(split) if span is None else None,
         )
         merge = Merge(self.call, split, weights, span, None if frame.is_cpu else self.checked, donation)
         with nullcontext() if span is None else span:
@@ -134,6 +137,13 @@ class Mapped:
         if self.wrapped:
             return self._plain(split, frame, merge, "auto", plan, fused)
         return fused.run()
+
+    def _pace(self, split: Split) -> Pace | None:
+        """Return what is known of how long such calls take, if any worker may run any shard."""
+        # Bits may depend on the number of threads that a worker has.
+        if len(split.devices) == 1 or len({(device.is_cpu, device.threads) for device in split.devices}) > 1:
+            return None
+        return self.paces[tuple(split.rows or ())] if split.devices[0].is_cpu else None
 
     def _donation(self, arguments: list[Argument]) -> Donation:
         if current() is not None or is_transformed():

@@ -26,6 +26,7 @@ from funcpar._split import Split
 from funcpar._staging import Shards
 from funcpar._told import LOCAL, PART, SAME
 from funcpar._transfer import remember_column
+from funcpar._world import is_transformed
 
 # What a spec makes of a leaf, seen from the other processes; anything else stays with its process.
 _ACROSS = {"mean": PART, "sum": PART, None: SAME}
@@ -141,6 +142,8 @@ class Merge:
 
     def column(self, spec: Any, column: list[Any], path: str) -> Any:
         """Merge one leaf of every shard."""
+        if self.span is None:
+            return self._merged(self._resolved(spec, column, path), column, path)
         return self.columns([spec], [column], [path], [0])[0]
 
     def _resolved(self, spec: Any, column: list[Any], path: str) -> Any:
@@ -224,13 +227,10 @@ class Merge:
         check_tensors(self.call, column, path, 'out_axes="mean"', alike=True)
         if len(column) == 1 and self.span is None:
             return self._own(column[0])
-        real = column[0].real.dtype if column[0].is_complex() else column[0].dtype
         total: Tensor | None = None
         for leaf, share in zip(column, self.shares(), strict=True):
             if share:  # A shard of weight 0 may hold 0/0.
-                # A tensor: the tangent of a 0-d tensor times a Python float would be float64.
-                term = leaf.to(column[0].device) * torch.full((), share, dtype=real, device=column[0].device)
-                total = term if total is None else total + term
+                total = _add_scaled(total, leaf.to(column[0].device), share)
         if total is None:
             assert self.span is not None  # Alone, some shard has a share.
             return self.span.nothing(column[0])
@@ -281,3 +281,12 @@ class Merge:
         if self.donation is not None and self.donation.returns(leaf):
             return self.donation.returned(leaf, once=not is_replicated)
         return leaf.clone() if not is_replicated and self.split.is_seen_by(leaf) else leaf
+
+
+def _add_scaled(total: Tensor | None, leaf: Tensor, share: float) -> Tensor:
+    if not is_transformed():
+        return leaf * share if total is None else torch.add(total, leaf, alpha=share)
+    # A tensor: the tangent of a 0-d tensor times a Python float would be float64.
+    real = leaf.real.dtype if leaf.is_complex() else leaf.dtype
+    term = leaf * torch.full((), share, dtype=real, device=leaf.device)
+    return term if total is None else total + term

@@ -108,7 +108,17 @@ class Overlap:
         return GradientHook(partial(self._bring, place, self._position[k]))
 
     def end(self, place: int, value: Tensor, grads: Sequence[Gradient]) -> None:
-        """Note that a shard's backward is done, its value, and the gradients that no hook has told of."""
+        """Note that a shard's backward is done, its value, and the gradients that no hook has told of.
+
+        Raises:
+            RuntimeError: They are part of a graph.
+        """
+        if value.requires_grad:
+            raise RuntimeError(
+                f"{self._span.call}: the value depends on a tensor that requires a gradient and is no "
+                f"argument, so that gradients would be part of a graph; over processes they cannot be.\n"
+                f"Detach that tensor, pass it as an argument, or make the call under torch.no_grad()."
+            )
         rest = [position for position, row in enumerate(self._rows) if row and row[place] is None]
         are_own = owned(grads) if rest else []
         for position in rest:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from funcpar._graph import Gradient
+from funcpar._exchange import complete
+from funcpar._graph import ROOT, Gradient, backward, explain_compiled, refuse_hidden
+from funcpar._reduce import add_up
 
 
 @dataclass(slots=True)
@@ -29,6 +32,11 @@ class Piece:
     outside: set[Any]
     tokens: list[Gradient]
     is_gradient: bool
+
+    @classmethod
+    def of_nothing(cls) -> Piece:
+        """Return the part of a shard that recorded nothing."""
+        return cls([], [], [], [], set(), set(), [], is_gradient=False)
 
     @property
     def is_shared(self) -> bool:
@@ -52,3 +60,35 @@ class Sources:
         if k == len(self.tensors):
             self.tensors.append(tensor)
         return k
+
+
+def pull(
+    piece: Piece,
+    wanted: Sequence[bool],
+    row: list[Gradient],
+    given: list[Gradient],
+    *,
+    keep: bool,
+    create: bool,
+) -> None:
+    """Run one shard's backward; write the gradients of the wanted sources into ``row``."""
+    pairs = [
+        (out, cotangent) for out, cotangent in zip(piece.outs, given, strict=True) if cotangent is not None
+    ]
+    pairs += [(token, torch.zeros_like(token)) for token in complete([out for out, _ in pairs], piece.tokens)]
+    asked = [k for k, which in enumerate(piece.which) if wanted[which]]
+    ins = [piece.ins[k] for k in asked] + [ROOT] * bool(piece.tokens)
+    if not pairs or not ins:
+        return
+    try:
+        grads = backward(
+            [out for out, _ in pairs], ins, [given for _, given in pairs], keep=keep, create=create
+        )
+    except RuntimeError as error:
+        explain_compiled(error)
+        raise
+    if any(grad is None for grad in grads):
+        refuse_hidden([out for out, _ in pairs])
+    for k, grad in zip(asked, grads, strict=False):
+        which = piece.which[k]  # Twice the same where a function takes a tensor and closes over it.
+        row[which] = grad if row[which] is None else add_up([row[which], grad])

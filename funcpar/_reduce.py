@@ -8,7 +8,7 @@ return what it keeps): then the sum is a new tensor.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,24 @@ from funcpar._graph import Gradient
 _CHUNK = 1 << 15
 # Accumulating these in their own dtype would round once per shard.
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
+
+
+def are_small(leaves: Iterable[Any]) -> bool:
+    """Tell whether one thread sums the gradients of such leaves, whoever else is there."""
+    return not any(isinstance(leaf, Tensor) and leaf.numel() >= _CHUNK for leaf in leaves)
+
+
+def reduce_rows(rows: Sequence[Sequence[Gradient]]) -> list[Gradient]:
+    """Return the sum over shards of each gradient, in new memory: what is small is not worth more thought."""
+    first, *others = rows
+    # Of several tensors at once torch knows no sum that vmap can see into.
+    plain = first and others and torch._C._functorch.peek_interpreter_stack() is None
+    if plain and all(_adds_to(one, row[k]) for row in others for k, one in enumerate(first)):
+        total: Any = first
+        for row in others:
+            total = torch._foreach_add(total, row)  # type: ignore[arg-type]
+        return list(total)
+    return [add_up(column) for column in zip(*rows, strict=True)]
 
 
 def reduce_share(
@@ -96,7 +114,7 @@ def _adds_to(first: Gradient, grad: Gradient, contiguous: bool = False) -> bool:
     """Tell whether a gradient can be added in place, entry by entry, without rounding too often."""
     if first is None or grad is None or grad.dtype is not first.dtype or first.dtype in _LOW_PRECISION:
         return False
-    if grad.device != first.device:
+    if grad.device != first.device or first.layout is not torch.strided:
         return False
     return grad.layout is torch.strided and (not contiguous or grad.is_contiguous())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import numbers
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -130,10 +131,7 @@ def cut(leaves: list[Any], axes: list[int | None], sizes: list[int]) -> list[lis
         elif leaf.requires_grad and not leaf.is_sparse:
             pieces = torch.split(leaf, sizes, axis)  # One node, whose backward joins the gradients.
         else:
-            pieces, start = [], 0
-            for size in sizes:
-                pieces.append(_rows(leaf, axis, start, size))
-                start += size
+            pieces = _rows(leaf, axis, sizes)
         for shard, piece in zip(shards, pieces, strict=True):
             shard[k] = piece
     return shards
@@ -156,12 +154,16 @@ def with_sent(
     return shards
 
 
-def _rows(leaf: Tensor, axis: int, start: int, size: int) -> Tensor:
+def _rows(leaf: Tensor, axis: int, sizes: list[int]) -> Sequence[Tensor]:
     if leaf.is_sparse:
-        return leaf.index_select(axis, torch.arange(start, start + size, device=leaf.device))
-    rows = leaf.narrow(axis, start, size)
-    # No view: a function may write into its rows, and make them depend on what needs a gradient.
-    return rows if is_transformed() else rows.detach()
+        starts = itertools.accumulate(sizes, initial=0)
+        return [
+            leaf.index_select(axis, torch.arange(start, start + size, device=leaf.device))
+            for start, size in zip(starts, sizes, strict=False)
+        ]
+    rows = leaf.split_with_sizes(sizes, axis)
+    # No views: a function may write into its rows, and make them depend on what needs a gradient.
+    return rows if is_transformed() else [part.detach() for part in rows]
 
 
 def _number(call: str, value: Tensor) -> Any:

@@ -42,7 +42,8 @@ class _Standstill:
     """How many threads run shards, who compiles, and whose turn it is."""
 
     def __init__(self) -> None:
-        self.changed = threading.Condition(threading.Lock())
+        self.lock = threading.Lock()
+        self.changed = threading.Condition(self.lock)
         self.turn = _thread.allocate_lock()
         self.running = 0
         self.pending = 0
@@ -52,13 +53,13 @@ class _Standstill:
 
     def start(self, joins: bool) -> None:
         """Count this thread in. It waits while something is compiled; one that joins a call, only then."""
-        with self.changed:
+        with self.lock:
             if self.owner is not None or (self.pending and not joins):
                 self.changed.wait_for(lambda: self.owner is None and (joins or not self.pending))
             self.running += 1
 
     def end(self) -> None:
-        with self.changed:
+        with self.lock:
             self.running -= 1
             if self.pending:
                 self.changed.notify_all()
@@ -103,16 +104,17 @@ class Presence:
 
     Args:
         takes_turns: Whether only one of them, and of all others that take turns, runs at a time.
+        waits: What one that waits for others does first, so that all have begun.
     """
 
-    __slots__ = ("_started", "failed", "takes_turns")
+    __slots__ = ("_started", "_waits", "failed", "takes_turns")
 
-    def __init__(self, takes_turns: bool = False) -> None:
+    def __init__(self, takes_turns: bool = False, waits: Callable[[], None] | None = None) -> None:
         self.takes_turns = takes_turns
+        self._waits = waits
         self.failed = False
         self._started = False
 
-    @untraced
     def enter(self) -> None:
         """Begin a shard in this thread, once nothing is being compiled.
 
@@ -126,20 +128,19 @@ class Presence:
                 raise ShardAborted("another shard failed")
         _here.depth += 1
 
-    @untraced
     def leave(self) -> None:
         """End the shard."""
         _here.depth -= 1
         if _here.depth == 0:
             self._stop()
 
-    @untraced
     def pause(self) -> None:
         """Stop running, to wait for other shards."""
+        if self._waits is not None:
+            self._waits()
         if _here.depth:
             self._stop()
 
-    @untraced
     def go_on(self) -> None:
         """Run again."""
         if _here.depth:

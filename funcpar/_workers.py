@@ -17,7 +17,7 @@ import os
 import queue
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -28,6 +28,9 @@ from funcpar._devices import Device
 from funcpar._world import World
 
 Job: TypeAlias = Callable[[], None]
+
+# How long a caller waits for bodies that run one after another, in seconds, until it lets all run.
+_PATIENCE = 0.005
 
 
 class Worker:
@@ -67,6 +70,8 @@ class Pool:
         self.threads = threads
         self.lock = threading.Lock()
         self.workers: dict[tuple[str, int, int], Worker] = {}
+        self.idle: dict[tuple[str, int], list[Worker]] = {}
+        self.num_relieving = 0
 
     def submit(self, devices: Sequence[Device], jobs: Sequence[Job]) -> None:
         """Queue one job per device, atomically."""
@@ -78,6 +83,22 @@ class Pool:
                 named[device.rank] += 1
             for worker, job in zip(chosen, jobs, strict=True):
                 worker.inbox.put(job)
+
+    def relieve(self, device: Device, job: Job) -> None:
+        """Run a job in a thread that has nothing else to do, whatever is queued for the device.
+
+        Somebody in a worker waits for it, so that in a queue it could come to wait for itself.
+        """
+        with self.lock:
+            idle = self.idle.setdefault((device.torch_device.type, device.rank), [])
+            self.num_relieving += not idle
+            worker = idle.pop() if idle else self._worker(device, -self.num_relieving)
+
+        def last() -> None:
+            job()
+            idle.append(worker)
+
+        worker.inbox.put(last)
 
     def _worker(self, device: Device, slot: int) -> Worker:
         key = (device.torch_device.type, device.rank, slot)
@@ -123,6 +144,35 @@ os.register_at_fork(after_in_child=_after_fork)
 atexit.register(lambda: _pool.close(timeout=1.0))
 
 
+class Relay:
+    """The jobs of one call, done one after another by one worker, until somebody waits for what is left."""
+
+    __slots__ = ("_left",)
+
+    def __init__(self) -> None:
+        self._left: deque[tuple[Device, Job]] = deque()
+
+    def start(self, devices: Sequence[Device], jobs: Sequence[Job]) -> None:
+        """Give the first worker all jobs."""
+        self._left.extend(zip(devices, jobs, strict=True))
+        _pool.submit(devices[:1], [self._run])
+
+    def _run(self) -> None:
+        while (job := self._next()) is not None:
+            job[1]()
+
+    def _next(self) -> tuple[Device, Job] | None:
+        try:
+            return self._left.popleft()
+        except IndexError:
+            return None
+
+    def hand_on(self) -> None:
+        """Let all that has not begun run at the same time, in other threads."""
+        while (job := self._next()) is not None:
+            _pool.relieve(*job)
+
+
 class Outcome:
     """What became of one shard: a value, or the exception it ended with."""
 
@@ -138,10 +188,12 @@ def run(
     bodies: Sequence[Callable[[], Any]],
     on_failure: Callable[[], None],
     order: _streams.Order | None = None,
+    relay: Relay | None = None,
 ) -> list[Outcome]:
     """Run one body per device at the same time, each in its device's worker, and wait for all.
 
-    The workers see the caller's world: see ``_world``. A body's exception is kept in its outcome,
+    With a relay they run one after another, until one, or the caller for too long, waits for what has not
+    begun. The workers see the caller's world: see ``_world``. A body's exception is kept in its outcome,
     after ``on_failure`` was told (in the worker) so that it can release the others. When the
     caller is interrupted while it waits, ``on_failure`` is told and the interrupt goes on at once:
     bodies that have not started are dropped, and a later call queues behind those that have.
@@ -179,8 +231,12 @@ def run(
         for body, outcome in zip(bodies, outcomes, strict=True)
     ]
     try:
-        _pool.submit(devices, jobs)
-        done.acquire()
+        start = _pool.submit if relay is None else relay.start
+        start(devices, jobs)
+        if relay is None or not done.acquire(timeout=_PATIENCE):
+            if relay is not None:
+                relay.hand_on()
+            done.acquire()
     except BaseException:
         dropped = True
         on_failure()

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any, TypeVar
 
-from ._nodes import KINDS, LEAF, dataclass_kind, describe, listing, walk
+from ._nodes import KINDS, LEAF, LEAF_TYPES, dataclass_kind, describe, listing, walk
 from ._nodes import Spec as Spec
 from ._prefix import Broadcast
 from ._prefix import broadcast_prefix as broadcast_prefix
@@ -49,6 +49,8 @@ def flatten(tree: Tree) -> tuple[list[Any], Spec]:
     References:
         As `jax.tree.flatten`, but mappings keep their order of insertion and dataclasses are nodes.
     """
+    if type(tree) in LEAF_TYPES:
+        return [tree], LEAF
     found: list[Any] = []
     try:
         spec = walk(tree, found)
