@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from funcpar._link import Link
 
@@ -26,41 +28,58 @@ _FULL = 1 << 22
 _WIDER = {torch.bool: torch.int64, torch.int16: torch.int64}
 
 
+@dataclass(frozen=True, slots=True)
+class Messages:
+    """In which messages a list of tensors leaves.
+
+    Attributes:
+        kinds: Shape, dtype and device of each, in the order in which they are complete.
+        buckets: For each message the tensors in it.
+        bucket_of: For each tensor its message.
+    """
+
+    kinds: Sequence[Kind]
+    buckets: list[list[int]]
+    bucket_of: dict[int, int]
+
+    @classmethod
+    def of(cls, kinds: Sequence[Kind]) -> Messages:
+        """Put tensors into messages."""
+        buckets = _planned(kinds)
+        return cls(kinds, buckets, {k: number for number, bucket in enumerate(buckets) for k in bucket})
+
+
 class Sums:
     """Sums over processes of a known list of tensors.
 
     Args:
         link: The line to the other processes.
-        call: The call, for messages.
-        kinds: Shape, dtype and device of each, in the order in which they leave.
+        call: The call, for errors.
+        messages: How they leave.
     """
 
-    def __init__(self, link: Link, call: str, kinds: Sequence[Kind]) -> None:
+    def __init__(self, link: Link, call: str, messages: Messages) -> None:
         self._link = link
         self._call = call
-        self._kinds = list(kinds)
-        self._buckets = _planned(self._kinds)
-        self._bucket_of = {k: number for number, bucket in enumerate(self._buckets) for k in bucket}
+        self._kinds = messages.kinds
+        self._buckets = messages.buckets
+        self._bucket_of = messages.bucket_of
         self._missing = [len(bucket) for bucket in self._buckets]
         self._given: list[tuple[Tensor, bool] | None] = [None] * len(self._kinds)
         self._sent: list[tuple[Tensor, Any]] = []
         self._lock = threading.Lock()
 
-    @property
-    def num_messages(self) -> int:
-        """Return in how many messages the tensors leave."""
-        return len(self._buckets)
-
     @classmethod
     def of(cls, link: Link, call: str, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return the sums of tensors that are all there; none of them is written to."""
-        sums = cls(link, call, [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors])
+        kinds = [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors]
+        sums = cls(link, call, Messages.of(kinds))
         for k, tensor in enumerate(tensors):
             sums.put(k, tensor, reusable=False)
         return sums.totals()
 
     def put(self, k: int, tensor: Tensor, reusable: bool) -> None:
-        """Give one tensor; if it is reusable, its memory will hold the sum."""
+        """Give one tensor; if it is reusable and travels alone, its memory will hold the sum."""
         with self._lock:
             self._give(k, tensor, reusable)
 
@@ -101,26 +120,18 @@ class Sums:
             if reusable and dtype is first.dtype and first.is_contiguous():
                 return first
             return first.detach().to(dtype, copy=True, memory_format=torch.contiguous_format)
-        return torch.cat([tensor.detach().reshape(-1) for tensor, _ in given]).to(dtype)
+        flat: Tensor = _flatten_dense_tensors([tensor.detach() for tensor, _ in given])  # type: ignore[no-untyped-call]
+        return flat.to(dtype)
 
     def _unpack(self, bucket: list[int], room: Tensor, found: list[Any]) -> None:
         if len(bucket) == 1:
             found[bucket[0]] = room.to(self._kinds[bucket[0]][1])
             return
-        into, parts = [], []
-        sizes = [self._kinds[k][0].numel() for k in bucket]
-        for k, part in zip(bucket, torch.split(room, sizes), strict=True):
-            shape, dtype, _ = self._kinds[k]
-            pair = self._given[k]
-            assert pair is not None
-            if pair[1]:
-                found[k] = pair[0]
-                into.append(pair[0])
-                parts.append(part.view(shape))
-            else:  # In memory of its own: a part of a bucket would keep all of it alive.
-                found[k] = part.view(shape).to(dtype, copy=True)
-        if into:
-            torch._foreach_copy_(into, parts)
+        given = [pair[0] for k in bucket if (pair := self._given[k]) is not None]
+        parts = _unflatten_dense_tensors(room, given)  # type: ignore[no-untyped-call]
+        for k, part in zip(bucket, parts, strict=True):
+            # In memory of its own: a part of a bucket would keep all of it alive.
+            found[k] = part.to(self._kinds[k][1], copy=True)
 
 
 def _planned(kinds: Sequence[Kind]) -> list[list[int]]:

@@ -7,9 +7,8 @@ arguments are summed by the workers, each a share; those of split arguments are 
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,11 +24,12 @@ from funcpar._graph import Gradient
 from funcpar._group import find
 from funcpar._joint import call_shards
 from funcpar._merge import Merge
-from funcpar._overlap import Overlap
+from funcpar._overlap import Overlap, Route
 from funcpar._reduce import are_small, reduce_rows
-from funcpar._request import Call, call_site
 from funcpar._span import Span
 from funcpar._split import Split
+
+_NO_AUX = tree.flatten(None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +53,7 @@ class Fused:
         merge: How outputs are merged.
         value_spec: ``"mean"`` or ``"sum"``.
         aux_spec: A prefix of aux.
+        routes: How gradients leave for other processes, by signature.
         compiled: Evaluates the gradient function in a shard, given its place; None: as it is.
         found: What each shard evaluated.
         totals: Sums over shards of the gradients of replicated leaves.
@@ -69,6 +70,7 @@ class Fused:
     merge: Merge
     value_spec: str
     aux_spec: Any
+    routes: dict[Any, Route]
     compiled: Callable[..., Evaluation] | None = None
     found: dict[int, Found] = field(default_factory=dict)
     totals: dict[int, Gradient] = field(default_factory=dict)
@@ -99,20 +101,18 @@ class Fused:
             return self._answer(
                 call_shards(self.frame, bodies, self.split.leaves, is_joined=self.compiled is None)
             )
-        leaves, axes, self.order = self._plan()
+        self.order = self._route(span).order
         if not span.is_recorded:
-            return self._overlapped(bodies, span, leaves, axes)
+            return self._overlapped(bodies, span)
         span.open()
         self.split.share(span.copied)
         return self._answer(call_shards(self.frame, bodies, self.split.leaves))
 
-    def _overlapped(
-        self, bodies: Sequence[Any], span: Span, leaves: Sequence[Any], axes: Sequence[int | None]
-    ) -> Any:
+    def _overlapped(self, bodies: Sequence[Any], span: Span) -> Any:
         """Return the same, gradients having been summed over processes while backward ran."""
         while True:
             is_mean = self.value_spec == "mean"
-            self.overlap = Overlap(span, len(bodies), leaves, axes, self.order, is_mean)
+            self.overlap = Overlap(span, len(bodies), self._route(span), is_mean)
             try:
                 answers = call_shards(self.frame, bodies, self.split.leaves, is_joined=False)
                 totals = self.overlap.totals()
@@ -124,18 +124,22 @@ class Fused:
                 return self._answer(answers)
             span.open()  # Nothing has weight anywhere, so that all count the same, once that is known.
 
-    def _plan(self) -> tuple[list[Any], list[int | None], Sequence[int]]:
-        """Return the differentiated leaves, what each was split along, and an order all processes know."""
-        found: list[Any] = []
+    def _route(self, span: Span) -> Route:
+        """Return how the gradients leave, found out once for all calls alike."""
+        route = self.routes.get(span.key)
+        if route is None:
+            found: list[Any] = []
 
-        def handler(gradient: GradientFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            found[:] = gradient.differentiated(args, kwargs)
+            def handler(gradient: GradientFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+                found[:] = gradient.differentiated(args, kwargs)
 
-        args, kwargs = self.split.rebuild(self.split.leaves[0])
-        with handled(self.gradient, handler):
-            self.fun(*args, **kwargs)
-        leaves, spec = found
-        return leaves, self._axes(self._places(leaves, self.split.leaves[0])), spec.order()
+            args, kwargs = self.split.rebuild(self.split.leaves[0])
+            with handled(self.gradient, handler):
+                self.fun(*args, **kwargs)
+            leaves, spec = found
+            axes = self.axes(self.places(leaves, self.split.leaves[0]))
+            route = self.routes[span.key] = Route.of(leaves, axes, spec.order())
+        return route
 
     def _answer(self, answers: list[list[Any]]) -> Any:
         if self.gradient.has_aux:
@@ -161,10 +165,10 @@ class Fused:
 
     def _body(self, place: int, leaves: list[Any]) -> list[Any]:
         args, kwargs = self.split.rebuild(leaves)
-        with handled(self.gradient, self._evaluate):
+        with handled(self.gradient, self.evaluate):
             found: Evaluation = self.fun(*args, **kwargs)
-        aux_leaves, aux_spec = tree.flatten(found.aux)
-        places = [] if self.is_small and place else self._places(found.leaves, leaves)
+        aux_leaves, aux_spec = tree.flatten(found.aux) if self.gradient.has_aux else _NO_AUX
+        places = [] if self.is_small and place else self.places(found.leaves, leaves)
         self.found[place] = Found(found, aux_spec, places)
         if self.overlap is not None:
             self.overlap.end(place, found.value, found.grads)
@@ -172,11 +176,11 @@ class Fused:
         if self.is_small:
             row, found.grads = found.grads, []
         else:
-            shared, own, _ = self._sum(found, self._axes(places))
+            shared, own, _ = self.sum(found, self.axes(places))
             row = [theirs if mine is None else mine for theirs, mine in zip(shared, own, strict=True)]
         return [found.value, *self.split.marked(leaves, aux_leaves), *row]
 
-    def _sum(self, found: Evaluation, axes: list[int | None]) -> tuple[list[Gradient], list[Gradient], bool]:
+    def sum(self, found: Evaluation, axes: list[int | None]) -> tuple[list[Gradient], list[Gradient], bool]:
         """Sum over shards, unless a gradient is to stay part of a graph.
 
         Returns what was not summed, of replicated leaves and of split ones, and whether it was summed.
@@ -189,54 +193,7 @@ class Fused:
             return [None] * len(own), own, True
         return shared, own, False
 
-    @contextlib.contextmanager
-    def reducing(self, leaves: list[Any]) -> Iterator[None]:
-        """Within a shard: let the gradient function, called by code of the user, return the whole's.
-
-        Every shard gets the same objects, but for gradients of split arguments: those of its rows.
-        """
-
-        def handler(gradient: GradientFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            found = self._evaluate(gradient, args, kwargs)
-            known = set(map(id, leaves))
-            if not all(id(leaf) in known for leaf in found.leaves):
-                raise ValueError(
-                    f"{self.merge.call}: code around {gradient.call} passes it a tensor that is no argument "
-                    f"of the mapped function, so that it cannot be told whether it has rows.\n"
-                    f"Pass the arguments on as they are, or do what is done to them inside the function."
-                )
-            axes = self._axes(self._places(found.leaves, leaves))
-            _, own, summed = self._sum(found, axes)
-            shard = find(None, gradient.call)
-            if not summed:
-                raise RuntimeError(
-                    f"{self.merge.call}: what {gradient.call} returns depends on tensors that require a "
-                    f"gradient, and code around it cannot be given a gradient that is part of a graph.\n"
-                    f"Detach the arguments, call it under torch.no_grad(), or map {gradient.call} itself."
-                )
-            values = shard.group.exchange(
-                shard, Call(gradient.call, "value", call_site()), found.value, limited=False
-            )
-            whole = None
-            if shard.place == 0:
-                value = self.merge.column(self.value_spec, values, "the value")
-                totals = gradient.finish(found.leaves, [self.totals.get(k) for k in range(len(axes))])
-                whole = value, self._across(totals, axes, gradient.differentiated(args, kwargs)[1].order())
-            call = Call(gradient.call, "result", call_site())
-            found.value, grads = shard.group.exchange(shard, call, whole, limited=False)[0]
-            if not shard.device.is_cpu:
-                home = shard.device.torch_device
-                found.value = _streams.bring(found.value, home)
-                grads = [g if g is None else _streams.bring(g, home) for g in grads]
-            mine = gradient.finish(found.leaves, own)
-            return gradient.answer(
-                found, [g if axis is None else m for g, m, axis in zip(grads, mine, axes, strict=True)]
-            )
-
-        with handled(self.gradient, handler):
-            yield
-
-    def _evaluate(
+    def evaluate(
         self, gradient: GradientFunction, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Evaluation:
         place = find(None, gradient.call).place
@@ -250,16 +207,16 @@ class Fused:
     def _seed(self, place: int) -> float:
         return self.merge.shares()[place] if self.overlap is None else self.overlap.seed(place)
 
-    def _places(self, found: Sequence[Any], leaves: list[Any]) -> list[int | None]:
+    def places(self, found: Sequence[Any], leaves: list[Any]) -> list[int | None]:
         """Return the place among all arguments of each differentiated leaf, None if it is no argument."""
         known = {id(leaf): k for k, leaf in enumerate(leaves)}
         return [known.get(id(leaf)) for leaf in found]
 
-    def _axes(self, places: list[int | None]) -> list[int | None]:
+    def axes(self, places: list[int | None]) -> list[int | None]:
         """Return along which dimension each differentiated leaf was split."""
         return [None if k is None else self.split.axes[k] for k in places]
 
-    def _across(
+    def across(
         self, totals: list[Gradient], axes: Sequence[int | None], order: Sequence[int]
     ) -> list[Gradient]:
         """Sum what was not split over the processes, if there are others."""
@@ -273,7 +230,7 @@ class Fused:
 
     def _gradients(self, rows: Sequence[list[Gradient]]) -> list[Gradient]:
         """Return the gradient of each leaf: a sum over shards, or the rows of all."""
-        axes = self._axes(self.found[0].places)
+        axes = self.axes(self.found[0].places)
         columns = {k: [row[k] for row in rows] for k, axis in enumerate(axes) if axis is not None}
         for k in columns:
             for row in rows:
@@ -286,7 +243,7 @@ class Fused:
             parts: list[Any] = self.gradient.finish(leaves, column)
             if isinstance(parts[0], Tensor):
                 whole[k] = torch.cat([part.to(parts[0].device) for part in parts], axes[k] or 0)
-        whole = self._across(self.gradient.finish(self.found[0].evaluation.leaves, whole), axes, self.order)
+        whole = self.across(self.gradient.finish(self.found[0].evaluation.leaves, whole), axes, self.order)
         if self.merge.donation is not None:
             whole = [self.merge.donation.settle(grad) for grad in whole]
         return whole if self.frame.is_cpu else self._at_home(whole)

@@ -25,8 +25,10 @@ from funcpar._group import current
 from funcpar._joint import call_shards
 from funcpar._link import Link
 from funcpar._merge import Merge
+from funcpar._overlap import Route
 from funcpar._pace import Pace, Paces
 from funcpar._random import Streams
+from funcpar._reducing import reducing
 from funcpar._span import Span
 from funcpar._split import Split, weights_of
 from funcpar._within import gradient_within, specs_of
@@ -71,6 +73,7 @@ class Mapped:
         self.checked: set[Any] = set()
         self.is_closure_searched = False
         self.paces = Paces()
+        self.routes: dict[Any, Route] = {}
         self.signatures: dict[Any, bytes] = {}
         self.gradient, self.wrapped = gradient_within(fun)
         self.takes_local_gradient = _is_torch_func_gradient(fun)
@@ -133,7 +136,8 @@ class Mapped:
         if self.gradient is None:
             return self._plain(split, frame, merge, self.out_axes, plan)
         compiled = functools.partial(self.compilation.evaluate, plan) if self.compilation.wanted else None
-        fused = Fused(self.gradient, self.fun, split, frame, merge, self.value_spec, self.aux_spec, compiled)
+        specs = self.value_spec, self.aux_spec
+        fused = Fused(self.gradient, self.fun, split, frame, merge, *specs, self.routes, compiled)
         if self.wrapped:
             return self._plain(split, frame, merge, "auto", plan, fused)
         return fused.run()
@@ -230,9 +234,9 @@ class Mapped:
 
         def body(rank: int, leaves: list[Any]) -> list[Any]:
             args, kwargs = split.rebuild(leaves)
-            reducing = nullcontext() if fused is None or fused.is_local else fused.reducing(leaves)
+            around = nullcontext() if fused is None or fused.is_local else reducing(fused, leaves)
             fun = self.compilation.function(plan, rank)
-            with recorded() as seen, reducing:
+            with recorded() as seen, around:
                 out, specs[rank] = tree.flatten(fun(*args, **kwargs))
             if rank == 0 and self.takes_local_gradient:
                 gradients.update(range(len(out)))

@@ -216,7 +216,6 @@ for _kind in [
          lambda spec, values: defaultdict(spec.extra, zip(spec.keys, values, strict=True))),
 ]:  # fmt: skip
     KINDS[_kind.cls] = _kind
-NONE = Spec(KINDS[type(None)], (), (), 0, True)
 # A dataclass that derives from one of these has contents beside its fields, so it is no node.
 _OPAQUE_BASES = (
     torch.nn.Module, torch.Tensor, Enum, BaseException,
@@ -268,8 +267,6 @@ def walk(node: Any, out: list[Any]) -> Spec:
     if kind.style == "leaf":
         out.append(node)
         return LEAF
-    if kind.style == "none":
-        return NONE
     keys, values, meta, extra = kind.take(node)
     count = len(values)
     if LEAF_TYPES.issuperset(each(type, values)):  # Most nodes: no Python code runs per leaf.

@@ -10,13 +10,14 @@ from __future__ import annotations
 import threading
 import zlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from funcpar._buckets import Sums
+from funcpar._buckets import Messages, Sums
 from funcpar._graph import Gradient, GradientHook, is_smooth, owned
 from funcpar._reduce import add_in_place, add_up
 from funcpar._span import Span
@@ -30,6 +31,38 @@ _TAIL = 3 + 2 * _NUM_MARKS
 _MARKS = 60
 
 
+@dataclass(frozen=True, slots=True)
+class Route:
+    """How the gradients of a function leave, for all calls with the same structure and shapes.
+
+    Attributes:
+        order: The differentiated leaves in an order that all processes know.
+        places: Those whose gradients are summed, in the order in which they are complete.
+        position: Of each its position there.
+        messages: In which messages they leave, and behind them the tail.
+        is_half: Whether some are in half precision.
+    """
+
+    order: Sequence[int]
+    places: list[int]
+    position: dict[int, int]
+    messages: Messages
+    is_half: bool
+
+    @classmethod
+    def of(cls, leaves: Sequence[Any], axes: Sequence[int | None], order: Sequence[int]) -> Route:
+        """Find the route of the gradients of leaves, each split along an axis, or None, and not split."""
+        # Backward reaches the last layers first.
+        places = [k for k in reversed(order) if axes[k] is None and _has_gradient(leaves[k])]
+        kinds = [(leaves[k].shape, leaves[k].dtype, leaves[k].device) for k in places]
+        dtypes = {dtype for _, dtype, _ in kinds}
+        # It rides with the gradients, unless it would be rounded more than they are.
+        dtype = torch.float32 if dtypes == {torch.float32} else torch.float64
+        tail = (torch.Size([_TAIL]), dtype, kinds[-1][2] if kinds else torch.device("cpu"))
+        position = {k: position for position, k in enumerate(places)}
+        return cls(order, places, position, Messages.of([*kinds, tail]), bool(dtypes & _HALVES))
+
+
 class Overlap:
     """The sums of one call of a gradient function.
 
@@ -40,33 +73,16 @@ class Overlap:
     Args:
         span: How the axis goes on in other processes.
         num_here: Number of shards of this process.
-        leaves: The leaves of the differentiated arguments.
-        axes: For each the dimension it is split along; gradients of those are not summed.
-        order: The leaves in an order that all processes know.
+        route: How the gradients leave.
         is_mean: Whether shards have weights.
     """
 
-    def __init__(
-        self,
-        span: Span,
-        num_here: int,
-        leaves: Sequence[Any],
-        axes: Sequence[int | None],
-        order: Sequence[int],
-        is_mean: bool,
-    ) -> None:
-        # Backward reaches the last layers first.
-        self._places = [k for k in reversed(order) if axes[k] is None and _has_gradient(leaves[k])]
-        kinds = [(leaves[k].shape, leaves[k].dtype, leaves[k].device) for k in self._places]
-        dtypes = {dtype for _, dtype, _ in kinds}
-        # It rides with the gradients, unless it would be rounded more than they are.
-        tail_dtype = torch.float32 if dtypes == {torch.float32} else torch.float64
-        self._tail = (torch.Size([_TAIL]), tail_dtype, kinds[-1][2] if kinds else torch.device("cpu"))
-        self._sums = Sums(span.link, span.call, [*kinds, self._tail])
-        self._position = {k: position for position, k in enumerate(self._places)}
-        self._rows: list[list[tuple[Gradient, bool] | None]] = [[None] * num_here for _ in kinds]
+    def __init__(self, span: Span, num_here: int, route: Route, is_mean: bool) -> None:
+        self._route = route
+        self._sums = Sums(span.link, span.call, route.messages)
+        self._rows: list[list[tuple[Gradient, bool] | None]] = [[None] * num_here for _ in route.places]
         self._values: list[Tensor | None] = [None] * num_here
-        self._missing = [num_here] * len(kinds)
+        self._missing = [num_here] * len(route.places)
         self._held: list[tuple[int, Tensor, bool]] = []
         self._lock = threading.Lock()
         self._span = span
@@ -74,7 +90,7 @@ class Overlap:
         self._is_divided = False
         self._expected = span.link.expected.get(span.key)
         # In half precision a seed that is off by a factor may overflow.
-        is_half = bool(dtypes & _HALVES) or any(enabled for _, enabled, _ in autocast_states())
+        is_half = route.is_half or any(enabled for _, enabled, _ in autocast_states())
         if self._expected is None or is_half:
             span.open()
 
@@ -103,9 +119,9 @@ class Overlap:
 
     def hook(self, place: int, k: int) -> GradientHook | None:
         """Return what a stand-in for leaf ``k`` tells its gradient to, None if there is no hurry."""
-        if k not in self._position or self._sums.num_messages == 1:
+        if k not in self._route.position or len(self._route.messages.buckets) == 1:
             return None  # It is not summed, or all leave together in the end.
-        return GradientHook(partial(self._bring, place, self._position[k]))
+        return GradientHook(partial(self._bring, place, self._route.position[k]))
 
     def end(self, place: int, value: Tensor, grads: Sequence[Gradient]) -> None:
         """Note that a shard's backward is done, its value, and the gradients that no hook has told of.
@@ -120,9 +136,10 @@ class Overlap:
                 f"Detach that tensor, pass it as an argument, or make the call under torch.no_grad()."
             )
         rest = [position for position, row in enumerate(self._rows) if row and row[place] is None]
-        are_own = owned(grads) if rest else []
+        is_alone = len(self._route.messages.buckets) == 1  # Copied into a message, whoever else knows it.
+        are_own = [False] * len(grads) if is_alone or not rest else owned(grads)
         for position in rest:
-            k = self._places[position]
+            k = self._route.places[position]
             self._bring(place, position, grads[k], are_own[k])
         seed = self.seed(place)
         self._values[place] = value * seed if seed else torch.zeros_like(value)
@@ -134,9 +151,9 @@ class Overlap:
             ProcessFailedError: Another process failed.
             ReplicaMismatchError: Another process was in another call.
         """
-        value = add_up(self._values)
+        value = self._values[0] if len(self._values) == 1 else add_up(self._values)
         assert value is not None
-        carried = value.dtype is self._tail[1]
+        carried = value.dtype is self._route.messages.kinds[-1][1]
         weight, divisor = sum(self._weights()), self._divisor() if self._is_mean else 1.0
         link, call = self._span.link, self._span.call
         if self._is_deferred():
@@ -166,7 +183,7 @@ class Overlap:
         if self._is_mean and weight != divisor:
             for tensor in (found, *grads):
                 tensor.mul_(divisor / weight)
-        return found, dict(zip(self._places, grads, strict=True))
+        return found, dict(zip(self._route.places, grads, strict=True))
 
     def abandon(self) -> None:
         """Let the other processes come to an end: this one failed."""
@@ -179,14 +196,16 @@ class Overlap:
 
     def _put_tail(self, weight: float, value: Tensor | None, failed: float = 0.0) -> None:
         """Give what travels behind the gradients."""
-        _, dtype, device = self._tail
+        _, dtype, device = self._route.messages.kinds[-1]
         call, signature = self._span.key
         code = zlib.crc32(call.encode() + signature + str(self._span.link.turn).encode())
         marks = [float(code // _MARKS**k % _MARKS + 1) for k in range(_NUM_MARKS)]
-        tail = torch.tensor([0.0, weight, failed, *marks, *(mark * mark for mark in marks)], dtype=dtype)
-        if value is not None:
+        head = 0.0 if value is None or not value.is_cpu else value.item()
+        tail = torch.tensor([head, weight, failed, *marks, *(mark * mark for mark in marks)], dtype=dtype)
+        if value is not None and not value.is_cpu:  # Without a wait for it.
+            tail = tail.to(device)
             tail[0] = value
-        self._sums.put(len(self._places), tail.to(device), reusable=True)
+        self._sums.put(len(self._route.places), tail.to(device), reusable=True)
 
     def _refuse(self) -> NoReturn:
         self._span.open()
