@@ -51,17 +51,19 @@ class InAxes:
                 found, spec, own = [argument.value], _LEAF_SPEC, _NOT_SPLIT
             else:
                 found, spec = tree.flatten(argument.value)
-                if any(isinstance(leaf, Shards) for leaf in found):
+                if Shards in map(type, found):
                     found, spec = tree.flatten(tree.unflatten(spec, [as_tree(leaf) for leaf in found]))
                 own = self._axes_of(argument, found, spec)
             leaves += found
             axes += own
             parts.append((argument.keyword, spec))
-        kept = [
-            leaf
-            for leaf, axis in zip(leaves, axes, strict=True)
-            if isinstance(leaf, Shards) and axis is not None
-        ]
+        kept: list[Shards] = []
+        if Shards in map(type, leaves):
+            kept = [
+                leaf
+                for leaf, axis in zip(leaves, axes, strict=True)
+                if isinstance(leaf, Shards) and axis is not None
+            ]
         rows = self._rows(arguments, leaves, axes, parts)
         if kept:
             devices, sizes = self._of_shards(kept, devices, rows)
@@ -81,6 +83,8 @@ class InAxes:
     def _axes_of(self, argument: Argument, leaves: list[Any], spec: tree.Spec) -> list[int | None]:
         """Return the axis of each leaf: None where it is not split."""
         prefix = self._prefix(argument)
+        if prefix is None and Shards not in map(type, leaves):
+            return [None] * len(leaves)
         if prefix is None:
             wanted: list[Any] = [None] * len(leaves)
         elif isinstance(prefix, int):

@@ -121,7 +121,7 @@ class Split:
 def cut(leaves: list[Any], axes: list[int | None], sizes: list[int]) -> list[list[Any]]:
     """Return the leaves of each shard; a leaf that is not split is the same object in all."""
     shards: list[list[Any]] = [list(leaves) for _ in sizes]
-    if len(sizes) == 1 and not any(isinstance(leaf, Shards) for leaf in leaves):
+    if len(sizes) == 1 and Shards not in map(type, leaves):
         return shards
     for k, (leaf, axis) in enumerate(zip(leaves, axes, strict=True)):
         if axis is None:
