@@ -203,6 +203,6 @@ def _kind_of(leaf: Any, axis: int | None) -> Hashable:
         return type(leaf), (float if isinstance(leaf, float) else complex).__repr__(leaf)
     if not isinstance(leaf, Tensor):
         return type(leaf), leaf if isinstance(leaf, int | str | bytes) else None
-    shape = tuple(n for dim, n in enumerate(leaf.shape) if dim != axis)
+    shape = leaf.shape if axis is None else (*leaf.shape[:axis], *leaf.shape[axis + 1 :])
     strides = leaf.stride() if leaf.layout is torch.strided else leaf.layout
     return type(leaf), leaf.dtype, leaf.device, axis, shape, strides, leaf.requires_grad

@@ -64,7 +64,8 @@ class Graph:
         own = fun.__code__.replace(co_name=f"{fun.__name__}_{next(_numbers)}")
         self._code = own
         fresh = types.FunctionType(own, fun.__globals__, own.co_name, fun.__defaults__, fun.__closure__)
-        self._call = torch.compile(fresh, backend=inductor, fullgraph=True, dynamic=False)
+        options: dict[str, Any] = {"guard_filter_fn": _guarded}
+        self._call = torch.compile(fresh, backend=inductor, fullgraph=True, dynamic=False, options=options)
 
     def __call__(self, *args: Any) -> Any:
         """Call the function.
@@ -140,9 +141,15 @@ def passed(aux: Any, inputs: Sequence[Tensor]) -> Any:
     return tree.map(lambda leaf, place: leaf if place < 0 else inputs[place], *aux)
 
 
+def _guarded(guards: Sequence[Any]) -> list[bool]:
+    """Tell which guards are looked at in every call: not those that this package is what it was."""
+    return ["__import_funcpar_dot_" not in guard.name or ".torch." in guard.name for guard in guards]
+
+
 def _inductor(graph: Any, inputs: Sequence[Any]) -> Any:
     # Torch's own random ops draw from the stream of the shard, and the same numbers as without compile=True.
-    patches = {"fallback_random": True}
+    # One call of C++ code, which does without the interpreter's lock, so that shards keep nobody waiting.
+    patches = {"fallback_random": True, "cpp_wrapper": True}
     inductor = importlib.import_module("torch._inductor.compile_fx")  # Takes a second, so not before.
     return inductor.compile_fx(graph, inputs, config_patches=patches)
 
