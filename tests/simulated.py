@@ -137,7 +137,7 @@ class Sim(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        if func in kernels:
+        if func in kernels or torch.Tag.nondeterministic_seeded in func.tags:
             with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.Python)):
                 return func(*args, **kwargs)
         if func in (aten.copy_.default, aten._to_copy.default):

@@ -32,6 +32,7 @@ def names_in(file: str) -> list[str]:
 
 
 WAYS, COUNTS = names_in("simulated_ways.py"), names_in("simulated_counts.py")
+DRAWS = names_in("simulated_draws.py")
 
 
 @cache
@@ -46,7 +47,8 @@ def run(*options: str) -> dict[str, dict]:
 
 
 def test_there_are_as_many_ways_as_the_documents_say():
-    assert (len(WAYS), len(COUNTS), len(run())) == (29, 16, 45 * len(DEVICES))
+    assert (len(WAYS), len(COUNTS), len(DRAWS)) == (29, 16, 13)
+    assert len(run()) == 58 * len(DEVICES)
 
 
 @pytest.mark.parametrize("where", DEVICES)
@@ -61,6 +63,14 @@ def test_values_are_right_and_no_stream_races_with_another(way, where):
 @pytest.mark.parametrize("count", COUNTS)
 def test_what_is_asked_of_accelerators_is_as_promised(count, where):
     found = run()[f"{count}, {where}"]
+    assert found["error"] == ""
+    assert found["races"] == []
+
+
+@pytest.mark.parametrize("where", DEVICES)
+@pytest.mark.parametrize("draws", DRAWS)
+def test_shards_draw_from_streams_of_their_own(draws, where):
+    found = run()[f"{draws}, {where}"]
     assert found["error"] == ""
     assert found["races"] == []
 
