@@ -130,6 +130,7 @@ class Accelerators:
     def __init__(self, kind: str, current: Callable[[], Source | None]) -> None:
         self.key = torch._C._dispatch_key_for_device(kind)
         self._kind = kind
+        self._module: Any = torch.get_device_module(kind)
         self._current = current
         self._places: tuple[_Place, ...] = ()
         self.lock = threading.Lock()
@@ -140,20 +141,24 @@ class Accelerators:
 
         Where torch does not list them, or cannot share their states, they stay as they are.
         """
-        module: Any = torch.get_device_module(self._kind)
+        if not start and self._generators() == ():
+            return
         with self.lock:
             if self.are_met:
                 return
-            if start and hasattr(module, "init"):
-                module.init()
-            owns = getattr(module, "default_generators", None)
+            if start and hasattr(self._module, "init"):
+                self._module.init()
+            owns = self._generators()
             if owns == ():
                 return
             if owns is not None and _share_states(owns):
                 devices = [torch.device(self._kind, index) for index in range(len(owns))]
                 self._places = tuple(_Place(*each, self._current) for each in zip(devices, owns, strict=True))
-                module.default_generators = tuple(place.stand_in for place in self._places)
+                self._module.default_generators = tuple(place.stand_in for place in self._places)
             self.are_met = True
+
+    def _generators(self) -> tuple[torch.Generator, ...] | None:
+        return getattr(self._module, "default_generators", None)
 
     def routed(self, op: Op, call: Callable[..., Any]) -> Callable[..., Any]:
         """Return what makes a call of an op on an accelerator; a generator is given by name if at all."""

@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 import torch
 
 from funcpar import _generators
-from funcpar._devices import accelerator_kind, has_accelerator
+from funcpar._devices import accelerator_kind
 from funcpar._generators import Accelerators, DefaultGenerator
 from funcpar._ops import Op, dropouts, names, random_ops, way_on
 
@@ -181,7 +181,7 @@ def install(start: bool = False) -> None:
             if _library is not None:
                 return
             library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
-            kind = accelerator_kind() if has_accelerator() else None
+            kind = accelerator_kind()  # Whether there is one is not asked: that can spoil a later fork.
             _accelerators = None if kind is None else Accelerators(kind, current)
             for op, kernel in _kernels():
                 library.impl(op, kernel, "BackendSelect", with_keyset=True)  # type: ignore[no-untyped-call]

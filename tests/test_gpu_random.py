@@ -1,6 +1,6 @@
 """What shards draw on accelerators repeats with the seed and differs. None of this has run on one.
 
-The same is shown on a simulated accelerator in ``test_streams.py``.
+``test_streams.py`` runs it on the simulated one, by way of ``simulated_gpu.py``.
 """
 
 import threading
@@ -12,6 +12,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import funcpar as fp
+from funcpar._generators import new_generator
 
 COUNT = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
 KIND = torch.accelerator.current_accelerator().type if COUNT else "none"
@@ -122,8 +123,9 @@ def test_what_draws_nothing_leaves_all_generators_alone(places):
 
 # The weights that a functionalized module is given are not one piece of memory.
 @pytest.mark.filterwarnings("ignore:RNN module weights")
-def test_a_seed_repeats_the_dropout_of_recurrent_layers(places):
-    apply, params = fp.functionalize(nn.LSTM(6, 5, num_layers=2, dropout=0.5, batch_first=True))
+@pytest.mark.parametrize("layer", ["RNN", "GRU", "LSTM"])
+def test_a_seed_repeats_the_dropout_of_recurrent_layers(places, layer):
+    apply, params = fp.functionalize(getattr(nn, layer)(6, 5, num_layers=2, dropout=0.5, batch_first=True))
     fun = fp.pmap(lambda p, x: apply(p, x)[0], out_axes=0, devices=places)
     rows = torch.ones(16, 4, 6)
     first = seeded(fun, params, rows)
@@ -196,7 +198,9 @@ def test_functions_of_torch_act_on_the_stream_of_the_shard(places):
     found = mapped(body, places)(ROWS[:2]).cpu()
     assert same(states(), before)
     assert not torch.equal(found[0, 0], found[1, 0])
-    wanted = torch.rand(6, device=f"{KIND}:0", generator=torch.Generator(f"{KIND}:0").manual_seed(11)).cpu()
+    wanted = torch.rand(
+        6, device=f"{KIND}:0", generator=new_generator(torch.device(KIND, 0)).manual_seed(11)
+    ).cpu()
     assert torch.equal(found[0, 1], wanted) and torch.equal(found[1, 1], wanted)
 
 
@@ -205,7 +209,7 @@ def test_outside_of_shards_numbers_are_torchs_own(places):
     device = torch.device(KIND, places[-1])
     torch.manual_seed(3)
     found = [torch.rand(6, device=device), torch.randperm(6, device=device)]
-    generator = torch.Generator(device).manual_seed(3)
+    generator = new_generator(device).manual_seed(3)
     wanted = [torch.rand(6, device=device, generator=generator)]
     wanted.append(torch.randperm(6, device=device, generator=generator))
     assert same(found, wanted)
@@ -225,7 +229,7 @@ def test_a_thread_that_is_in_no_shard_draws_its_own_numbers_meanwhile(places):
         drawn.extend(torch.rand(6, device=device) for _ in range(500))
 
     torch.manual_seed(5)
-    generator = torch.Generator(device).manual_seed(5)
+    generator = new_generator(device).manual_seed(5)
     thread = threading.Thread(target=draw)
     thread.start()
     together = fun(ROWS).cpu()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import re
 import subprocess
 import sys
 from functools import cache
@@ -73,6 +74,18 @@ def test_shards_draw_from_streams_of_their_own(draws, where):
     found = run()[f"{draws}, {where}"]
     assert found["error"] == ""
     assert found["races"] == []
+
+
+def test_what_gpus_are_to_show_of_random_numbers_holds_on_the_simulated_one():
+    found = subprocess.run(
+        [sys.executable, str(TESTS / "simulated_gpu.py")],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=200, check=False, cwd=ROOT,
+    )  # fmt: skip
+    assert found.returncode == 0, found.stdout[-4000:] + found.stderr[-4000:]
+    passed = re.search(r"(\d+) passed", found.stdout)
+    assert passed and int(passed[1]) >= 60
+    assert "skipped" not in found.stdout
 
 
 SOME = ["forward_of_what_is_on_a_device", "fused_gradient", "collectives"]
