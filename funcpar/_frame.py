@@ -79,7 +79,7 @@ class Frame:
                 self._here(partial(_surround, body, shard, presence), shard)
                 for body, shard in zip(bodies, shards, strict=True)
             ]
-        _random.install()
+        _random.install(start=not self.is_cpu)
         wrapped = [self._wrap(body, shard, presence) for body, shard in zip(bodies, shards, strict=True)]
         if size == 1:
             return [self._here(wrapped[0], shards[0])]

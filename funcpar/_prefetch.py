@@ -122,7 +122,7 @@ class _Background:
         )
 
     def __enter__(self) -> _Background:
-        _random.install()
+        _random.install(start=not self._devices[0].is_cpu)
         _ = self._stream.generator  # Seeded now: later the caller may be drawing at the same time.
         self._thread.start()
         return self

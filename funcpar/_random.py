@@ -1,23 +1,29 @@
 """Give each shard a stream of random numbers of its own.
 
-Torch has one default CPU generator per process, so shards that run at the same time would race for its
-numbers. Here every random op of a thread that has a current `Stream` draws from that stream, and torch's
-`manual_seed`, `get_rng_state`, `fork_rng` and activation checkpointing follow it. An accelerator has a
-default generator of its own, which is left alone.
+Torch has one default generator for the CPU and one for each accelerator, so shards that run at the same time
+would race for their numbers. Here every random op of a thread that has a current `Stream` draws from that
+stream, and torch's `manual_seed`, `get_rng_state`, `fork_rng` and activation checkpointing follow it.
 
 The ops are met at the dispatcher's BackendSelect key, which is part of every call and sits just above the
 device's kernel: autograd, vmap, autocast, fake tensors and tracing are done with the op by then, no kernel of
 torch is replaced, and the kernel runs without the GIL (one that `torch.library.get_kernel` returns holds it).
 """
 
+import contextlib
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
+
+from funcpar import _generators
+from funcpar._devices import accelerator_kind
+from funcpar._generators import Accelerators, DefaultGenerator
+from funcpar._ops import Op, dropouts, names, random_ops, way_on
+
+# Whether a call is bound for the CPU, and what makes it.
+Way: TypeAlias = tuple[bool, Callable[..., Any]]
 
 _CPU = torch._C.DispatchKey.CPU
 _MASK32 = (1 << 32) - 1
@@ -33,12 +39,15 @@ _here = _Here()
 # Reentrant, since drawing for a nested call may have to seed the stream of the outer one first.
 _lock = threading.RLock()
 _library: torch.library.Library | None = None
+_accelerators: Accelerators | None = None
 
 
 def _renew_lock() -> None:
-    """Replace the lock in a forked child, where the thread that held it does not exist."""
+    """Replace the locks in a forked child, where the thread that held one does not exist."""
     global _lock
     _lock = threading.RLock()
+    if _accelerators is not None:
+        _accelerators.lock = threading.Lock()
 
 
 os.register_at_fork(after_in_child=_renew_lock)
@@ -97,12 +106,13 @@ class Stream:
     Its generator is made at the first use, so that a shard that draws nothing costs nothing.
     """
 
-    __slots__ = ("_generator", "_rank", "_source")
+    __slots__ = ("_elsewhere", "_generator", "_rank", "_source")
 
     def __init__(self, source: _Source, rank: int) -> None:
         self._source = source
         self._rank = rank
         self._generator: torch.Generator | None = None
+        self._elsewhere: dict[int, torch.Generator] = {}
 
     @property
     def generator(self) -> torch.Generator:
@@ -112,6 +122,20 @@ class Stream:
             generator.manual_seed(self._source.seed(self._rank))
             self._generator = generator
         return self._generator
+
+    def on(self, device: torch.device) -> torch.Generator:
+        """Return the torch generator behind this stream on an accelerator."""
+        generator = self._elsewhere.get(device.index)
+        if generator is None:
+            generator = _generators.new_generator(device)
+            generator.manual_seed(_mix_on(self._source.seed(self._rank), device.index))
+            self._elsewhere[device.index] = generator
+        return generator
+
+    def number(self) -> int:
+        """Draw an integer in [0, 2**63)."""
+        with _lock:
+            return _draw(self.generator)
 
     def replay(self) -> "Stream":
         """Return a stream that draws this one's numbers again, from the first: for a shard run once more."""
@@ -135,7 +159,7 @@ def leave(previous: Stream | None) -> None:
     _here.stream = previous
 
 
-@contextmanager
+@contextlib.contextmanager
 def use(stream: Stream | None) -> Iterator[None]:
     """Make `stream` the current one of this thread inside the block."""
     previous = enter(stream)
@@ -145,58 +169,55 @@ def use(stream: Stream | None) -> Iterator[None]:
         leave(previous)
 
 
-def install() -> None:
-    """Let torch's random CPU ops follow the current stream, from now on and in every thread.
+def install(start: bool = False) -> None:
+    """Let torch's random ops follow the current stream, from now on and in every thread.
 
-    Cheap and harmless to call again. Outside a shard every op gives the numbers it gave before.
+    Cheap and harmless to call again. Outside a shard every op gives the numbers it gave before. Default
+    generators of accelerators are followed as soon as torch has made them, which it does now to `start`.
     """
-    global _library
-    if _library is not None:
-        return
-    with _lock:
-        if _library is not None:
-            return
-        library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
-        for op in random_ops():
-            library.impl(op, _routed(op), "BackendSelect", with_keyset=True)  # type: ignore[no-untyped-call]
-        # torch.random's functions read this global; torch.default_generator itself stays what it was.
-        torch.random.default_generator = _default  # type: ignore[attr-defined]
-        _library = library
+    global _library, _accelerators
+    if _library is None:
+        with _lock:
+            if _library is not None:
+                return
+            library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+            kind = accelerator_kind()  # Whether there is one is not asked: that can spoil a later fork.
+            _accelerators = None if kind is None else Accelerators(kind, current)
+            for op, kernel in _kernels():
+                library.impl(op, kernel, "BackendSelect", with_keyset=True)  # type: ignore[no-untyped-call]
+            # torch.random's functions read this global; torch.default_generator itself stays what it was.
+            torch.random.default_generator = _default  # type: ignore[attr-defined]
+            _library = library
+    if _accelerators is not None and not _accelerators.are_met:
+        _accelerators.meet(start)
 
 
-def random_ops() -> list[torch._ops.OpOverload[..., Any]]:
-    """List the aten ops that draw on a CPU: those with a generator argument and a CPU kernel of their own.
-
-    All other random ops (dropout, rand, randint, attention, recurrent layers) are composed of these.
-    """
-    ops = []
-    for name in torch._C._dispatch_get_all_op_names():
-        if name.startswith("aten::") and torch._C._dispatch_has_kernel_for_dispatch_key(name, "CPU"):
-            packet, _, overload = name.removeprefix("aten::").partition(".")
-            op = getattr(getattr(torch.ops.aten, packet), overload or "default")
-            if any(argument.name == "generator" for argument in op._schema.arguments):
-                ops.append(op)
-    return ops
+def _kernels() -> Iterator[tuple[Op, Callable[..., Any]]]:
+    """Yield the ops to route, each with its BackendSelect kernel."""
+    ops = random_ops()
+    if _accelerators is not None:
+        ops = list(dict.fromkeys([*ops, *random_ops(_accelerators.key)]))
+        yield from ((op, _lent(op)) for op in dropouts(_accelerators.key))
+    yield from ((op, _routed(op)) for op in ops)
 
 
-def _routed(op: torch._ops.OpOverload[..., Any]) -> Callable[..., Any]:
+def _routed(op: Op) -> Callable[..., Any]:
     """Return a BackendSelect kernel for `op` that puts the current stream's generator in the call."""
-    position = [argument.name for argument in op._schema.arguments].index("generator")
+    position = names(op).index("generator")
     # Few key sets ever come up, and looking one up is four times as fast as working it out.
-    ways: dict[int, tuple[bool, Callable[..., Any]]] = {}
+    ways: dict[int, Way] = {}
     without_torch_function = torch._C.DisableTorchFunction
 
     def kernel(keyset: torch._C.DispatchKeySet, /, *args: Any, **kwargs: Any) -> Any:
         way = ways.get(keyset.raw_repr())
         if way is None:
-            way = ways[keyset.raw_repr()] = _way_on(op, keyset)
+            way = ways[keyset.raw_repr()] = _way(op, keyset)
         on_cpu, call = way
-        if on_cpu:
-            if len(args) > position:
-                kwargs["generator"] = args[position]
-                args = args[:position]
-            if _here.stream is not None or "generator" in kwargs:
-                kwargs["generator"] = _chosen(kwargs.get("generator"))
+        if len(args) > position:
+            kwargs["generator"] = args[position]
+            args = args[:position]
+        if on_cpu and (_here.stream is not None or "generator" in kwargs):
+            kwargs["generator"] = _chosen(kwargs.get("generator"))
         # Torch function modes and tensor subclasses have seen this op already.
         with without_torch_function():
             return call(*args, **kwargs)
@@ -204,18 +225,27 @@ def _routed(op: torch._ops.OpOverload[..., Any]) -> Callable[..., Any]:
     return kernel
 
 
-def _way_on(
-    op: torch._ops.OpOverload[..., Any], keyset: torch._C.DispatchKeySet
-) -> tuple[bool, Callable[..., Any]]:
-    """Return whether `op` called with `keyset` is bound for the CPU, and what takes the call on."""
-    keys = torch._C.DispatchKey
-    below = torch._C._dispatch_keyset_full_after(keys.BackendSelect) & keyset
-    backend = below.remove(keys.PythonDispatcher).highestPriorityTypeId()
-    # Only a trace uses the Python dispatcher, which wants to be asked again at every key; else the kernel is
-    # called by its key, which unlike redispatching releases the GIL.
-    if below.has(keys.PythonDispatcher):
-        return backend == _CPU, partial(op.redispatch, below)
-    return backend == _CPU, partial(op._op_dk, backend)
+def _lent(op: Op) -> Callable[..., Any]:
+    """Return a BackendSelect kernel for `op`, which takes no generator."""
+    ways: dict[int, Way] = {}
+    without_torch_function = torch._C.DisableTorchFunction
+
+    def kernel(keyset: torch._C.DispatchKeySet, /, *args: Any, **kwargs: Any) -> Any:
+        way = ways.get(keyset.raw_repr())
+        if way is None:
+            way = ways[keyset.raw_repr()] = _way(op, keyset)
+        with without_torch_function():
+            return way[1](*args, **kwargs)
+
+    return kernel
+
+
+def _way(op: Op, keyset: torch._C.DispatchKeySet) -> Way:
+    """Return whether `op` called with `keyset` is bound for the CPU, and what makes the call."""
+    key, call = way_on(op, keyset)
+    if _accelerators is not None and key == _accelerators.key:
+        call = _accelerators.routed(op, call)
+    return key == "CPU", call
 
 
 def _chosen(given: Any) -> torch.Generator:
@@ -232,48 +262,7 @@ def _target() -> torch.Generator:
     return torch.default_generator if stream is None else stream.generator
 
 
-class _DefaultGenerator(torch.Generator):
-    """What `torch.random` takes for the default generator: the current stream's, or else the process's.
-
-    It is a real generator for isinstance and for torch's argument parser; its own state is never used, as the
-    routed ops know it by its address.
-    """
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _target().__reduce__()
-
-    def get_state(self) -> torch.Tensor:
-        return _target().get_state()
-
-    def set_state(self, _new_state: torch.Tensor) -> torch.Generator:
-        return _target().set_state(_new_state)
-
-    def clone_state(self) -> torch.Generator:
-        return _target().clone_state()
-
-    def graphsafe_get_state(self) -> torch.Generator:
-        return _target().graphsafe_get_state()
-
-    def graphsafe_set_state(self, _new_state: torch.Generator) -> torch.Generator:
-        return _target().graphsafe_set_state(_new_state)
-
-    def get_offset(self) -> int:
-        return _target().get_offset()
-
-    def set_offset(self, offset: int) -> torch.Generator:
-        return _target().set_offset(offset)
-
-    def manual_seed(self, seed: int) -> torch.Generator:
-        return _target().manual_seed(seed)
-
-    def seed(self) -> int:
-        return _target().seed()
-
-    def initial_seed(self) -> int:
-        return _target().initial_seed()
-
-
-_default = _DefaultGenerator()
+_default = DefaultGenerator(_target, contextlib.nullcontext(), torch.device("cpu"))
 _default_ids = frozenset(generator._cdata for generator in (torch.default_generator, _default))  # type: ignore[attr-defined]
 _scratch = torch.zeros((), dtype=torch.int64)
 _scratch_value = _scratch.numpy()
@@ -292,7 +281,16 @@ def _mix(base: int, rank: int) -> int:
     """Hash the seed of a call and a rank into the seed of that shard."""
     # The CPU generator takes 32 bits of its seed only. Every step below is a bijection of 32 bits (odd
     # factors, shifted xors), so two shards of a call can never get the same ones.
-    word = (base + rank * ((base >> 31) | 1)) & _MASK32
+    return _scramble((base + rank * ((base >> 31) | 1)) & _MASK32)
+
+
+def _mix_on(seed: int, index: int) -> int:
+    """Hash the seed of a shard and the index of an accelerator into the seed of its numbers there."""
+    # Accelerators take 64 bits: the upper half keeps devices apart, the lower one shards and the CPU.
+    return ((index + 1) << 32) | _scramble((seed + (index + 1) * 0x9E3779B9) & _MASK32)
+
+
+def _scramble(word: int) -> int:
     word = ((word ^ (word >> 16)) * 0x21F0AAAD) & _MASK32
     word = ((word ^ (word >> 15)) * 0x735A2D97) & _MASK32
     return word ^ (word >> 15)

@@ -12,6 +12,7 @@ It takes torch's one custom backend for the process, so it is used in processes 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 COUNT = 3
 aten = torch.ops.aten
+# Ops with a kernel of the device, which is called by way of torch's dispatcher.
+kernels: dict[Any, Callable[..., Any]] = {}
 
 
 class Stream:
@@ -76,6 +79,7 @@ class Books:
         self.log: list[tuple[Any, ...]] = []
         self.defaults: dict[int, Stream] = {}
         self.here = threading.local()
+        self.backend: Any = None
 
     def clear(self) -> None:
         self.races, self.waits, self.log = [], [], []
@@ -116,6 +120,7 @@ class Sim(torch.Tensor):
 
     @staticmethod
     def __new__(cls, inner: torch.Tensor, index: int, memory: Memory | None = None) -> Sim:
+        books.backend.init()
         made = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, inner.shape, strides=inner.stride(), storage_offset=inner.storage_offset(),
             dtype=inner.dtype, device=torch.device("sim", index),
@@ -132,6 +137,9 @@ class Sim(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
+        if func in kernels or torch.Tag.nondeterministic_seeded in func.tags:
+            with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.Python)):
+                return func(*args, **kwargs)
         if func in (aten.copy_.default, aten._to_copy.default):
             return _copied(func, args, kwargs)
         given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
@@ -145,10 +153,10 @@ class Sim(torch.Tensor):
         (place,) = places
         if func is aten._local_scalar_dense.default or func is aten.equal.default:
             books.waits.append(str(func))
-        return _computed(func, place, args, kwargs, [t for t in given if isinstance(t, Sim)])
+        return computed(func, place, args, kwargs, [t for t in given if isinstance(t, Sim)])
 
 
-def _computed(func: Any, place: torch.device, args: Any, kwargs: Any, given: list[Sim]) -> Any:
+def computed(func: Any, place: torch.device, args: Any, kwargs: Any, given: list[Sim]) -> Any:
     written = _written(func, args, kwargs)
     kwargs.pop("pin_memory", None)
     out = func(*tree_map(_inner, args), **tree_map(_inner, kwargs))
@@ -225,31 +233,6 @@ def _copied(func: Any, args: Any, kwargs: Any) -> Any:
     return result
 
 
-class Backend:
-    """What torch wants of the module of a device."""
-
-    def is_available(self) -> bool:
-        return True
-
-    def is_initialized(self) -> bool:
-        return True
-
-    def current_device(self) -> int:
-        return 0
-
-    def device_count(self) -> int:
-        return COUNT
-
-    def _is_in_bad_fork(self) -> bool:
-        return False
-
-    def manual_seed_all(self, seed: int) -> None:
-        pass
-
-    def get_amp_supported_dtype(self) -> list[torch.dtype]:
-        return [torch.float16]
-
-
 def _empty(size: Any, *, dtype: Any = None, device: Any = None, **_: Any) -> Sim:
     return Sim(torch.empty(size, dtype=dtype), (device.index or 0))
 
@@ -265,13 +248,16 @@ def _zeros(size: Any, *, dtype: Any = None, device: Any = None, **_: Any) -> Sim
 _library: list[Any] = []
 
 
-def install() -> None:
-    """Make the simulated devices this process's accelerators."""
-    torch.utils.backend_registration._setup_privateuseone_for_python_backend("sim", backend_module=Backend())
+def install(backend: Any) -> None:
+    """Make the simulated devices this process's accelerators; `backend` is what torch takes for torch.sim."""
+    torch.utils.backend_registration._setup_privateuseone_for_python_backend("sim", backend_module=backend)
+    books.backend = backend
     library = torch.library.Library("aten", "IMPL")
     library.impl("empty.memory_format", _empty, "PrivateUse1")
     library.impl("empty_strided", _empty_strided, "PrivateUse1")
     library.impl("_efficientzerotensor", _zeros, "PrivateUse1")
+    for op, kernel in kernels.items():
+        library.impl(op, kernel, "PrivateUse1")
     _library.append(library)
     # The engine of torch knows one simulated device; without its threads it asks for none.
     torch._C._set_multithreading_enabled(False)

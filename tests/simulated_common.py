@@ -8,13 +8,14 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import simulated
+import simulated_random
 import torch
 from simulated import books
 
-simulated.install()
+simulated.install(simulated_random.register())
 
 import funcpar as fp  # noqa: E402
-from funcpar import _graph, _streams  # noqa: E402
+from funcpar import _generators, _graph, _streams  # noqa: E402
 
 # One device, one named twice, all, both kinds at once, and not the one that results of others are on.
 DEVICES = {"one": [0], "one twice": [0, 0], "all": [0, 1, 2], "mixed": [0, 0, 1], "others": [1, 2]}
@@ -108,6 +109,7 @@ class Recorder:
 
 recorder = Recorder()
 _streams.runtime = recorder  # type: ignore[assignment]
+_generators.new_generator = simulated_random.Generator
 _graph.PLAIN_TYPES += (simulated.Sim,)
 
 __all__ = ["DEVICES", "batch", "books", "close", "loss", "recorder", "registry", "weights"]

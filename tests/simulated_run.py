@@ -13,11 +13,12 @@ from collections import Counter
 from typing import Any
 
 import simulated_counts
+import simulated_draws
 import simulated_ways
 import torch
 from simulated_common import DEVICES, books, recorder
 
-PROGRAMS = {**simulated_ways.PROGRAMS, **simulated_counts.PROGRAMS}
+PROGRAMS = {**simulated_ways.PROGRAMS, **simulated_counts.PROGRAMS, **simulated_draws.PROGRAMS}
 
 
 def outcome(name: str, devices: list[int]) -> dict[str, Any]:

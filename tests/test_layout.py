@@ -20,7 +20,7 @@ LAYERS = [
     for layer in (
         "_errors _limits _devices _streams _nodes _prefix tree _pages _graph _equality _closure _reduce",
         "_staging _copies _transfer _donation",
-        "_jvp _world _random _pace _workers _prefetch",
+        "_jvp _world _ops _generators _random _pace _workers _prefetch",
         "_packing _whereabouts _link _alike distributed _told _buckets _across _span _overlap",
         "_references _rebind _shell _isolation _functional",
         "_maps _request _group _standstill _allreduce _meeting _exchange _differentiate _asked _grad _within",

@@ -19,6 +19,7 @@ from random_streams import (
 from torch.nn import functional
 
 from funcpar import _random
+from funcpar._ops import dropouts
 from funcpar._random import Streams, current, enter, leave, use
 
 
@@ -64,6 +65,26 @@ def test_every_random_cpu_op_of_torch_is_routed() -> None:
     assert {"aten::random_", "aten::binomial", "aten::_sample_dirichlet"} <= names
 
 
+def test_ops_that_take_no_generator_on_accelerators_are_known() -> None:
+    # What has a kernel for tensors without memory has one on some accelerator too.
+    assert {op.name().removeprefix("aten::") for op in dropouts("Meta")} == {
+        "native_dropout",
+        "native_dropout.out",
+        "_cudnn_rnn",
+        "_efficient_attention_forward",
+        "_flash_attention_forward",
+        "_flash_attention_forward.quantized",
+        "_flash_attention_forward_no_dropout_inplace",
+        "_scaled_dot_product_attention_math_for_mps",
+        "_scaled_dot_product_cudnn_attention",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_flash_attention.quantized",
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_fused_attention_overrideable",
+    }
+
+
 def test_flash_attention_has_no_dropout_on_cpu() -> None:
     query = ROWS.reshape(1, 2, 3, 4)
     with pytest.raises(RuntimeError, match="do not support dropout"):
@@ -78,7 +99,12 @@ def test_all_pairs_of_shards_differ() -> None:
 
 def test_seeds_of_a_call_never_collide() -> None:
     for base in (0, 1, (1 << 63) - 1, 123456789012345678):
-        assert len({_random._mix(base, rank) for rank in range(20000)}) == 20000
+        seeds = [_random._mix(base, rank) for rank in range(20000)]
+        there = [_random._mix_on(seed, index) for seed in seeds for index in range(3)]
+        assert len(set(seeds)) == 20000
+        assert len(set(there)) == 60000
+        assert len({seed & 0xFFFFFFFF for seed in there[::3]}) == 20000
+        assert 0 <= min(there) <= max(there) < 1 << 63
 
 
 def test_successive_calls_differ_and_a_seed_restores_both() -> None:

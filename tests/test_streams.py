@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import re
 import subprocess
 import sys
 from functools import cache
@@ -32,6 +33,7 @@ def names_in(file: str) -> list[str]:
 
 
 WAYS, COUNTS = names_in("simulated_ways.py"), names_in("simulated_counts.py")
+DRAWS = names_in("simulated_draws.py")
 
 
 @cache
@@ -46,7 +48,8 @@ def run(*options: str) -> dict[str, dict]:
 
 
 def test_there_are_as_many_ways_as_the_documents_say():
-    assert (len(WAYS), len(COUNTS), len(run())) == (29, 16, 45 * len(DEVICES))
+    assert (len(WAYS), len(COUNTS), len(DRAWS)) == (29, 16, 13)
+    assert len(run()) == 58 * len(DEVICES)
 
 
 @pytest.mark.parametrize("where", DEVICES)
@@ -63,6 +66,26 @@ def test_what_is_asked_of_accelerators_is_as_promised(count, where):
     found = run()[f"{count}, {where}"]
     assert found["error"] == ""
     assert found["races"] == []
+
+
+@pytest.mark.parametrize("where", DEVICES)
+@pytest.mark.parametrize("draws", DRAWS)
+def test_shards_draw_from_streams_of_their_own(draws, where):
+    found = run()[f"{draws}, {where}"]
+    assert found["error"] == ""
+    assert found["races"] == []
+
+
+def test_what_gpus_are_to_show_of_random_numbers_holds_on_the_simulated_one():
+    found = subprocess.run(
+        [sys.executable, str(TESTS / "simulated_gpu.py")],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=200, check=False, cwd=ROOT,
+    )  # fmt: skip
+    assert found.returncode == 0, found.stdout[-4000:] + found.stderr[-4000:]
+    passed = re.search(r"(\d+) passed", found.stdout)
+    assert passed and int(passed[1]) >= 60
+    assert "skipped" not in found.stdout
 
 
 SOME = ["forward_of_what_is_on_a_device", "fused_gradient", "collectives"]
