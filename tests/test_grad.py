@@ -240,6 +240,15 @@ def test_an_argument_is_named_once_in_argnums():
         fp.grad(lambda w, x: (w * x).sum(), argnums=(0, -2))(torch.ones(2), torch.ones(2))
 
 
+@pytest.mark.parametrize("rows", [12, 13])
+def test_rows_that_are_inference_tensors_get_gradients_of_their_own(rows, devices):
+    fun = fp.grad(loss, argnums=(0, 1))
+    expected = fun(W, X[:rows])
+    with torch.inference_mode():
+        found = fp.pmap(fun)(W.clone(), X[:rows].clone())
+    close(found, expected)
+
+
 def test_aux_that_depends_on_a_tensor_outside_keeps_its_graph():
     p = torch.tensor(1.0, requires_grad=True)
     (_, aux), _ = fp.value_and_grad(lambda w: ((w**2).sum(), p * 3), has_aux=True)(torch.ones(2))
