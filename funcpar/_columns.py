@@ -55,7 +55,8 @@ def add_to_first(rooms: Sequence[Tensor], places: Sequence[torch.device]) -> Non
     size = flat[0].numel()
     count = min(len(places), 1 + size * flat[0].element_size() // _SHARE)
     for rank, place in enumerate(places[:count]):
-        part = slice(size * rank // count, size * (rank + 1) // count)
-        total = add_up([_streams.bring(tensor[part], place) for tensor in flat])
+        start, stop = size * rank // count, size * (rank + 1) // count
+        parts = [tensor.narrow(0, start, stop - start) for tensor in flat]
+        total = add_up([_streams.bring(part, place) for part in parts])
         assert total is not None
-        _streams.runtime.fill(flat[0][part], total)
+        _streams.runtime.fill(parts[0], total)
