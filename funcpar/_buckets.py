@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
+from funcpar import _streams
 from funcpar._link import Link
 
 Kind: TypeAlias = tuple[torch.Size, torch.dtype, torch.device]
@@ -138,6 +139,7 @@ class Sums:
             found: list[Any] = [None] * len(self._buckets.messages.kinds)
             for number, (room, work) in enumerate(self._sent):
                 self._link.wait(self._call, work)
+                _streams.received(room)
                 self._buckets.unpack(number, room, found)
         return found
 

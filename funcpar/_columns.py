@@ -16,6 +16,8 @@ from funcpar._reduce import add_up
 _SHARE = 1 << 18
 # What the vendor's library may sum: it adds halves in their own precision, once per shard.
 _WIDE = (torch.float32, torch.float64)
+# Torch keeps what it knows of NCCL in a table that one thread at a time may use.
+_library = threading.Lock()
 
 
 class Columns:
@@ -50,8 +52,9 @@ def add_to_first(rooms: Sequence[Tensor], places: Sequence[torch.device]) -> Non
     """
     flat = [room.view(-1) for room in rooms]
     _streams.received(flat)
-    if flat[0].dtype in _WIDE and _streams.sum_to_first(flat, flat[0]):
-        return
+    with _library:
+        if flat[0].dtype in _WIDE and _streams.sum_to_first(flat, flat[0]):
+            return
     size = flat[0].numel()
     count = min(len(places), 1 + size * flat[0].element_size() // _SHARE)
     for rank, place in enumerate(places[:count]):

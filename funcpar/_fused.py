@@ -117,7 +117,7 @@ class Fused:
         """Return the same, gradients having been summed over processes while backward ran."""
         while True:
             is_mean = self.value_spec == "mean"
-            self.overlap = Overlap(span, len(bodies), self._route(span), is_mean)
+            self.overlap = Overlap(span, self.frame.devices, self._route(span), is_mean)
             try:
                 answers = call_shards(self.frame, bodies, self.split.leaves, is_joined=False)
                 totals = self.overlap.totals()
@@ -143,7 +143,9 @@ class Fused:
                 self.fun(*args, **kwargs)
             leaves, spec = found
             axes = self.axes(self.places(leaves, self.split.leaves[0]))
-            route = self.routes[span.key] = Route.of(leaves, axes, spec.order())
+            route = self.routes[span.key] = Route.of(
+                leaves, axes, spec.order(), self.frame.devices[0].torch_device
+            )
         return route
 
     def _answer(self, answers: list[list[Any]]) -> Any:

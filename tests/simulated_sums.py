@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from simulated import Stream
 from simulated_common import aside, batch, books, close, loss, recorder, registry, weights
 
 import funcpar as fp
-from funcpar import _streams
+from funcpar import _streams, distributed
 from funcpar._ahead import Ahead
+from funcpar._link import Link
 
 PROGRAMS, program = registry()
 F64 = torch.float64
@@ -223,6 +226,56 @@ def the_first_sum_is_asked_for_before_the_last_backward_ends(devices):
         waits = [entry for entry in books.log if entry[0] == "wait" and aside(entry[2])]
         assert len(waits) >= 3 * len(devices), "each bucket comes after the marks of all shards"
     recorder.library = False
+
+
+@contextlib.contextmanager
+def joined(monkey: Any = Link) -> Any:
+    """Be one of several processes, of which there is one: all but the numbers goes the way of several."""
+    usual, there = monkey.start_sum, distributed.link
+
+    def start_sum(self: Link, tensor: Any) -> Any:
+        if tensor.is_cpu:
+            return usual(self, tensor)
+        tensor.mul_(1)
+        return Work(recorder.record(books.current(tensor.device)), tensor.device)
+
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    fp.distributed.initialize()
+    monkey.start_sum, distributed.link = start_sum, lambda: distributed._link
+    try:
+        yield
+    finally:
+        monkey.start_sum, distributed.link = usual, there
+        fp.distributed.shutdown()
+
+
+class Work:
+    """A sum over processes that has begun."""
+
+    def __init__(self, event: Any, device: torch.device) -> None:
+        self.event, self.device = event, device
+
+    def wait(self) -> None:
+        recorder.wait(books.current(self.device), self.event)
+
+
+@program
+def sums_over_processes_of_several_devices(devices):
+    p, x = deep_weights(), torch.randn(9, 3, dtype=F64)
+    p |= {"unused": torch.randn(2, dtype=F64), "half": torch.ones(3, dtype=torch.bfloat16)}
+    p |= {"expanded": torch.randn(3, 5, dtype=F64)}
+    there = fp.tree.map(lambda leaf: leaf.to("sim:0"), p)
+
+    def fun(p: Any, x: Any) -> Any:
+        return deep_loss(p, x) + (x.square() * p["half"]).mean() + p["expanded"].sum()
+
+    both = fp.value_and_grad(fun)
+    with joined():
+        for given in (p, there):
+            step = fp.pmap(both, devices=devices)
+            for _ in range(3):
+                close(step(given, x), both(p, x))
 
 
 @program
