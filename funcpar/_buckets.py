@@ -1,8 +1,8 @@
-"""Sums over processes of tensors that come one by one, sent while the next are still being made.
+"""Sums of tensors that come one by one, begun while the next are still being made.
 
-All processes send the same buckets in the same order, whatever comes first: a bucket leaves when it
-and those before it are complete. A large tensor is a bucket of its own and is summed where it is;
-small ones of one dtype travel together.
+A large tensor is a bucket of its own and is summed where it is; small ones of one dtype travel
+together. All processes send the same buckets in the same order, whatever comes first: a bucket
+leaves when it and those before it are complete.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
+from funcpar import _streams
 from funcpar._link import Link
 
 Kind: TypeAlias = tuple[torch.Size, torch.dtype, torch.device]
@@ -49,6 +50,58 @@ class Messages:
         return cls(kinds, buckets, {k: number for number, bucket in enumerate(buckets) for k in bucket})
 
 
+class Buckets:
+    """Tensors that come one by one, and the memory in which they leave.
+
+    Args:
+        messages: How they leave.
+    """
+
+    def __init__(self, messages: Messages) -> None:
+        self.messages = messages
+        self._missing = [len(bucket) for bucket in messages.buckets]
+        self._given: list[tuple[Tensor, bool] | None] = [None] * len(messages.kinds)
+
+    def give(self, k: int, tensor: Tensor, reusable: bool) -> int:
+        """Take one tensor, and return its bucket."""
+        self._given[k] = tensor, reusable
+        number = self.messages.bucket_of[k]
+        self._missing[number] -= 1
+        return number
+
+    def is_complete(self, number: int) -> bool:
+        """Tell whether all tensors of a bucket are there."""
+        return not self._missing[number]
+
+    def missing(self) -> list[int]:
+        """Return which tensors are not there."""
+        return [k for k, given in enumerate(self._given) if given is None]
+
+    def packed(self, number: int) -> Tensor:
+        """Return the tensors of a complete bucket in contiguous memory that may be written to."""
+        given = [pair for k in self.messages.buckets[number] if (pair := self._given[k]) is not None]
+        ((first, reusable), *others) = given
+        dtype = _WIDER.get(first.dtype, first.dtype)
+        if not others:
+            if reusable and dtype is first.dtype and first.is_contiguous():
+                return first
+            return first.detach().to(dtype, copy=True, memory_format=torch.contiguous_format)
+        flat: Tensor = _flatten_dense_tensors([tensor.detach() for tensor, _ in given])  # type: ignore[no-untyped-call]
+        return flat.to(dtype)
+
+    def unpack(self, number: int, room: Tensor, found: list[Any]) -> None:
+        """Write into ``found`` what a bucket's memory has come to hold."""
+        bucket = self.messages.buckets[number]
+        given = [pair[0] for k in bucket if (pair := self._given[k]) is not None]
+        parts = [room] if len(bucket) == 1 else _unflatten_dense_tensors(room, given)  # type: ignore[no-untyped-call]
+        for k, tensor, part in zip(bucket, given, parts, strict=True):
+            dtype = self.messages.kinds[k][1]
+            if not tensor.is_contiguous():  # The order of dimensions in memory is kept.
+                found[k] = torch.empty_like(tensor, dtype=dtype).copy_(part)
+            else:  # In memory of its own: a part of a bucket would keep all of it alive.
+                found[k] = part.to(dtype, copy=len(bucket) > 1)
+
+
 class Sums:
     """Sums over processes of a known list of tensors.
 
@@ -61,11 +114,7 @@ class Sums:
     def __init__(self, link: Link, call: str, messages: Messages) -> None:
         self._link = link
         self._call = call
-        self._kinds = messages.kinds
-        self._buckets = messages.buckets
-        self._bucket_of = messages.bucket_of
-        self._missing = [len(bucket) for bucket in self._buckets]
-        self._given: list[tuple[Tensor, bool] | None] = [None] * len(self._kinds)
+        self._buckets = Buckets(messages)
         self._sent: list[tuple[Tensor, Any]] = []
         self._lock = threading.Lock()
 
@@ -87,10 +136,11 @@ class Sums:
         """Wait for all sums; what was not given counts as zeros."""
         with self._lock:
             self._fill()
-            found: list[Any] = [None] * len(self._kinds)
-            for bucket, (room, work) in zip(self._buckets, self._sent, strict=True):
+            found: list[Any] = [None] * len(self._buckets.messages.kinds)
+            for number, (room, work) in enumerate(self._sent):
                 self._link.wait(self._call, work)
-                self._unpack(bucket, room, found)
+                _streams.received(room)
+                self._buckets.unpack(number, room, found)
         return found
 
     def abandon(self) -> None:
@@ -100,38 +150,17 @@ class Sums:
             self._link.hold(self._sent)
 
     def _fill(self) -> None:
-        for k, (shape, dtype, device) in enumerate(self._kinds):
-            if self._given[k] is None:
-                self._give(k, torch.zeros(shape, dtype=dtype, device=device), True)
+        for k in self._buckets.missing():
+            shape, dtype, device = self._buckets.messages.kinds[k]
+            self._give(k, torch.zeros(shape, dtype=dtype, device=device), True)
 
     def _give(self, k: int, tensor: Tensor, reusable: bool) -> None:
         """Take one tensor, and let the buckets go that are complete, in order."""
-        self._given[k] = tensor, reusable
-        self._missing[self._bucket_of[k]] -= 1
-        while len(self._sent) < len(self._buckets) and not self._missing[len(self._sent)]:
-            given = [self._given[k] for k in self._buckets[len(self._sent)]]
-            room = self._packed([pair for pair in given if pair is not None])
+        self._buckets.give(k, tensor, reusable)
+        count = len(self._buckets.messages.buckets)
+        while len(self._sent) < count and self._buckets.is_complete(len(self._sent)):
+            room = self._buckets.packed(len(self._sent))
             self._sent.append((room, self._link.start_sum(room)))
-
-    def _packed(self, given: list[tuple[Tensor, bool]]) -> Tensor:
-        ((first, reusable), *others) = given
-        dtype = _WIDER.get(first.dtype, first.dtype)
-        if not others:
-            if reusable and dtype is first.dtype and first.is_contiguous():
-                return first
-            return first.detach().to(dtype, copy=True, memory_format=torch.contiguous_format)
-        flat: Tensor = _flatten_dense_tensors([tensor.detach() for tensor, _ in given])  # type: ignore[no-untyped-call]
-        return flat.to(dtype)
-
-    def _unpack(self, bucket: list[int], room: Tensor, found: list[Any]) -> None:
-        if len(bucket) == 1:
-            found[bucket[0]] = room.to(self._kinds[bucket[0]][1])
-            return
-        given = [pair[0] for k in bucket if (pair := self._given[k]) is not None]
-        parts = _unflatten_dense_tensors(room, given)  # type: ignore[no-untyped-call]
-        for k, part in zip(bucket, parts, strict=True):
-            # In memory of its own: a part of a bucket would keep all of it alive.
-            found[k] = part.to(self._kinds[k][1], copy=True)
 
 
 def _planned(kinds: Sequence[Kind]) -> list[list[int]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeAlias, cast
 
@@ -38,9 +38,8 @@ def by_autograd(
             aux = tree.map(lambda leaf: passed.get(id(leaf), leaf), aux)
             results += filter(_has_graph, tree.leaves(aux))
         joined = joined or (outer and bool(closed_over(results, stands)))
-        for stand, hook in zip(stands, hooks, strict=False):
-            if hook is not None and not joined:
-                stand.register_hook(hook)  # type: ignore[no-untyped-call]
+        if not joined and any(hooks):
+            _register(value, zip(stands, hooks, strict=True))
         grads = _backward(value, stands, seed, tokens, joined)
     if joined:
         keep(tokens)
@@ -49,6 +48,20 @@ def by_autograd(
         known = set(map(id, leaves))
         aux = tree.map(lambda leaf: leaf if id(leaf) in known else _detached(leaf), aux)
     return value.detach().clone(), aux, grads
+
+
+def _register(value: Tensor, pairs: Iterable[tuple[Tensor, GradientHook | None]]) -> None:
+    """Let hooks be told gradients of stand-ins, of the backward from ``value`` alone.
+
+    A Function of the user's may run a backward of its own in it, which ends at the same leaves.
+    """
+    begun: list[int] = []
+    if value.requires_grad:
+        value.register_hook(lambda _: begun.append(torch._C._current_graph_task_id()))  # type: ignore[no-untyped-call]
+    for stand, hook in pairs:
+        if hook is not None:
+            hook.backward = begun
+            stand.register_hook(hook)  # type: ignore[no-untyped-call]
 
 
 def _backward(

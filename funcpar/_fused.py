@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from funcpar import _streams, tree
+from funcpar._ahead import Ahead
 from funcpar._allreduce import sum_over_shards
 from funcpar._asked import handled
 from funcpar._frame import Frame
@@ -60,6 +61,7 @@ class Fused:
         overlap: Sums over processes that are made while backward runs, None if there are no others.
         value: The value of all processes, None where it is merged.
         order: The differentiated leaves in an order that all processes know.
+        ahead: Sums over accelerators that are made while backward runs, None where there are none.
         is_small: Whether the caller sums the gradients, so that shards need not meet.
     """
 
@@ -77,11 +79,14 @@ class Fused:
     overlap: Overlap | None = None
     value: Tensor | None = None
     order: Sequence[int] = ()
+    ahead: Ahead | None = field(init=False, default=None)
     is_small: bool = field(init=False)
 
     def __post_init__(self) -> None:
         shared = [leaf for leaf, axis in zip(self.split.whole, self.split.axes, strict=True) if axis is None]
         self.is_small = self.frame.is_cpu and are_small(shared)
+        if not self.frame.is_cpu and self.compiled is None:
+            self.ahead = Ahead.of(self.frame.devices)
 
     @property
     def is_local(self) -> bool:
@@ -112,7 +117,7 @@ class Fused:
         """Return the same, gradients having been summed over processes while backward ran."""
         while True:
             is_mean = self.value_spec == "mean"
-            self.overlap = Overlap(span, len(bodies), self._route(span), is_mean)
+            self.overlap = Overlap(span, self.frame.devices, self._route(span), is_mean)
             try:
                 answers = call_shards(self.frame, bodies, self.split.leaves, is_joined=False)
                 totals = self.overlap.totals()
@@ -138,7 +143,9 @@ class Fused:
                 self.fun(*args, **kwargs)
             leaves, spec = found
             axes = self.axes(self.places(leaves, self.split.leaves[0]))
-            route = self.routes[span.key] = Route.of(leaves, axes, spec.order())
+            route = self.routes[span.key] = Route.of(
+                leaves, axes, spec.order(), self.frame.devices[0].torch_device
+            )
         return route
 
     def _answer(self, answers: list[list[Any]]) -> Any:
@@ -165,7 +172,7 @@ class Fused:
 
     def _body(self, place: int, leaves: list[Any]) -> list[Any]:
         args, kwargs = self.split.rebuild(leaves)
-        with handled(self.gradient, self.evaluate):
+        with handled(self.gradient, functools.partial(self.evaluate, leaves)):
             found: Evaluation = self.fun(*args, **kwargs)
         aux_leaves, aux_spec = tree.flatten(found.aux) if self.gradient.has_aux else _NO_AUX
         places = [] if self.is_small and place else self.places(found.leaves, leaves)
@@ -189,19 +196,23 @@ class Fused:
         own = [None if axis is None else grad for grad, axis in zip(found.grads, axes, strict=True)]
         shared = [grad if axis is None else None for grad, axis in zip(found.grads, axes, strict=True)]
         found.grads = []  # Memory that one list alone can see may be summed into.
-        if sum_over_shards(shared, self.totals, ready):
+        if sum_over_shards(shared, self.totals, ready, self.ahead):
             return [None] * len(own), own, True
         return shared, own, False
 
     def evaluate(
-        self, gradient: GradientFunction, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, leaves: list[Any], gradient: GradientFunction, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Evaluation:
+        """Evaluate the gradient function in a shard that was given these leaves."""
         place = find(None, gradient.call).place
         whole = self.value_spec == "sum" or self.merge.is_alone()
         seed = None if whole else functools.partial(self._seed, place)
         if self.compiled is not None:
             return self.compiled(place, args, kwargs, seed)
-        hook = None if self.overlap is None else functools.partial(self.overlap.hook, place)
+        hook: Any = None if self.overlap is None else functools.partial(self.overlap.hook, place)
+        if self.ahead is not None and hook is None:
+            mine, _ = gradient.differentiated(args, kwargs)
+            hook = self.ahead.hook(place, mine, self.axes(self.places(mine, leaves)))
         return gradient.evaluate(args, kwargs, seed, hook)
 
     def _seed(self, place: int) -> float:

@@ -113,16 +113,20 @@ class GradientFunction:
         ``hook(k)`` is what the gradient of leaf k is told to as soon as it is complete.
         """
         traced = torch.compiler.is_dynamo_compiling()
+        given = args, kwargs
         if not traced and torch.is_inference_mode_enabled():  # Inference tensors cannot be part of a graph.
-            args, kwargs = tree.map(recordable, (args, kwargs))
+            args, kwargs = tree.map(recordable, given)
         differentiate = by_torch_func if traced or in_torch_func() else by_autograd
-        return self.evaluate_by(
+        found = self.evaluate_by(
             lambda call, inputs, chosen: differentiate(
                 call, inputs, seed, [] if hook is None else [hook(k) for k in chosen]
             ),
             args,
             kwargs,
         )
+        if args is not given[0]:  # Who asks knows the leaves that it gave.
+            found.leaves = self.differentiated(*given)[0]
+        return found
 
     def evaluate_by(
         self, differentiate: Differentiate, args: tuple[Any, ...], kwargs: dict[str, Any]

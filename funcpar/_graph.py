@@ -112,15 +112,22 @@ def _is_plain(grad: Tensor) -> bool:
 
 
 class GradientHook:
-    """A hook of a leaf that tells its gradient, and whether nobody but autograd can see that memory."""
+    """A hook of a leaf that tells its gradient, and whether nobody but autograd can see that memory.
 
-    __slots__ = ("_tell",)
+    Attributes:
+        backward: Its first entry is the number of the backward whose gradient is told, once that runs.
+    """
+
+    __slots__ = ("_tell", "backward")
 
     def __init__(self, tell: Callable[[Tensor, bool], Any]) -> None:
         self._tell = tell
+        self.backward: Sequence[int] = ()
 
     def __call__(self, grad: Tensor) -> None:
         """Be called by autograd when the gradient is complete."""
+        if torch._C._current_graph_task_id() not in self.backward[:1]:
+            return  # A backward within that one, whose gradient is its caller's.
         is_own = grad.layout is torch.strided and _owners_in_hook(grad) in _owners_alone() and _is_plain(grad)
         self._tell(grad, is_own)
 

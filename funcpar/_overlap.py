@@ -7,7 +7,6 @@ keep. The value of the function travels at the end, with a note of whether this 
 
 from __future__ import annotations
 
-import threading
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +16,10 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from funcpar import _streams
 from funcpar._buckets import Messages, Sums
+from funcpar._columns import Columns
+from funcpar._devices import Device
 from funcpar._graph import Gradient, GradientHook, is_smooth, owned
 from funcpar._reduce import add_in_place, add_up
 from funcpar._span import Span
@@ -50,15 +52,20 @@ class Route:
     is_half: bool
 
     @classmethod
-    def of(cls, leaves: Sequence[Any], axes: Sequence[int | None], order: Sequence[int]) -> Route:
-        """Find the route of the gradients of leaves, each split along an axis, or None, and not split."""
+    def of(
+        cls, leaves: Sequence[Any], axes: Sequence[int | None], order: Sequence[int], device: torch.device
+    ) -> Route:
+        """Find the route of the gradients of leaves, each split along an axis, or None, and not split.
+
+        ``device`` is where this process has their sums.
+        """
         # Backward reaches the last layers first.
         places = [k for k in reversed(order) if axes[k] is None and _has_gradient(leaves[k])]
-        kinds = [(leaves[k].shape, leaves[k].dtype, leaves[k].device) for k in places]
+        kinds = [(leaves[k].shape, leaves[k].dtype, device) for k in places]
         dtypes = {dtype for _, dtype, _ in kinds}
         # It rides with the gradients, unless it would be rounded more than they are.
         dtype = torch.float32 if dtypes == {torch.float32} else torch.float64
-        tail = (torch.Size([_TAIL]), dtype, kinds[-1][2] if kinds else torch.device("cpu"))
+        tail = (torch.Size([_TAIL]), dtype, device)
         position = {k: position for position, k in enumerate(places)}
         return cls(order, places, position, Messages.of([*kinds, tail]), bool(dtypes & _HALVES))
 
@@ -72,19 +79,22 @@ class Overlap:
 
     Args:
         span: How the axis goes on in other processes.
-        num_here: Number of shards of this process.
+        devices: One per shard of this process.
         route: How the gradients leave.
         is_mean: Whether shards have weights.
     """
 
-    def __init__(self, span: Span, num_here: int, route: Route, is_mean: bool) -> None:
+    def __init__(self, span: Span, devices: Sequence[Device], route: Route, is_mean: bool) -> None:
+        # Where the work of one stream has to be ordered after that of another.
+        self._is_ordered = len(devices) > 1 and not devices[0].is_cpu
+        self._device = devices[0].torch_device
+        self._sides: list[Any] = [None] * len(devices)
+        self._ends: list[Any] = []
         self._route = route
         self._sums = Sums(span.link, span.call, route.messages)
-        self._rows: list[list[tuple[Gradient, bool] | None]] = [[None] * num_here for _ in route.places]
-        self._values: list[Tensor | None] = [None] * num_here
-        self._missing = [num_here] * len(route.places)
+        self._columns = Columns(len(route.places), len(devices))
+        self._values: list[Tensor | None] = [None] * len(devices)
         self._held: list[tuple[int, Tensor, bool]] = []
-        self._lock = threading.Lock()
         self._span = span
         self._is_mean = is_mean
         self._is_divided = False
@@ -135,7 +145,7 @@ class Overlap:
                 f"argument, so that gradients would be part of a graph; over processes they cannot be.\n"
                 f"Detach that tensor, pass it as an argument, or make the call under torch.no_grad()."
             )
-        rest = [position for position, row in enumerate(self._rows) if row and row[place] is None]
+        rest = self._columns.lacking(place)
         is_alone = len(self._route.messages.buckets) == 1  # Copied into a message, whoever else knows it.
         are_own = [False] * len(grads) if is_alone or not rest else owned(grads)
         for position in rest:
@@ -151,6 +161,7 @@ class Overlap:
             ProcessFailedError: Another process failed.
             ReplicaMismatchError: Another process was in another call.
         """
+        self._join()
         value = self._values[0] if len(self._values) == 1 else add_up(self._values)
         assert value is not None
         carried = value.dtype is self._route.messages.kinds[-1][1]
@@ -163,7 +174,7 @@ class Overlap:
                 self._sums.put(*each)
         self._put_tail(weight, value if carried else None)
         *grads, tail = self._sums.totals()
-        total, weight, failed, *marks = tail.tolist()
+        total, weight, failed, *marks = tail.cpu().tolist()
         if failed:  # Whoever failed says so next.
             link.meet(f"the end of {call}")
         # The marks of all are equal if, and only if, the mean of squares is the square of the mean.
@@ -187,6 +198,7 @@ class Overlap:
 
     def abandon(self) -> None:
         """Let the other processes come to an end: this one failed."""
+        self._join()
         link = self._span.link
         if not link.was_told():
             link.spoke()
@@ -217,28 +229,44 @@ class Overlap:
     def _bring(self, place: int, position: int, grad: Gradient, is_own: bool) -> None:
         if self._span.is_open:  # What is new is compared before anything is sent.
             self._span.layout  # noqa: B018
-        row = self._rows[position]
         if grad is not None and grad.layout is not torch.strided:
             grad, is_own = grad.to_dense(), True
-        with self._lock:
-            row[place] = grad, is_own
-            self._missing[position] -= 1
-            if self._missing[position]:
-                return
-        column = [pair[0] for pair in row if pair is not None]
-        self._rows[position] = []  # Done.
-        if len(column) == 1:
-            total: Gradient = grad
-        elif row[0] is not None and row[0][1] and add_in_place(column):
-            total, is_own = column[0], True
-        else:
-            total, is_own = add_up(column), True
-        if total is None:  # In every shard: zeros, at the end.
+        mark = None
+        if self._is_ordered:
+            self._sides[place], mark = _streams.side(), _streams.mark()
+        brought = self._columns.bring(position, place, (grad, is_own, mark))
+        if brought is None:
             return
-        if self._is_deferred():
+        column, are_own, marks = (list(part) for part in zip(*brought, strict=True))
+        if not self._is_ordered:
+            self._add(position, column, are_own[0])
+            return
+        with _streams.aside(self._sides, marks):
+            column = [each if each is None else _streams.bring(each, self._device) for each in column]
+            total = self._add(position, column, are_own[0])
+            self._ends.append((_streams.ready_on(self._device), total))
+
+    def _add(self, position: int, column: list[Gradient], is_own: bool) -> Gradient:
+        """Add up what all shards have brought, and give it to the other processes."""
+        total = column[0]
+        if len(column) > 1:
+            if not is_own or not add_in_place(column):
+                total = add_up(column)
+            is_own = True
+        if total is None:  # In every shard: zeros, at the end.
+            pass
+        elif self._is_deferred():
             self._held.append((position, total, is_own))
         else:
             self._sums.put(position, total, is_own)
+        return total
+
+    def _join(self) -> None:
+        """In the caller: let its streams go on after the sums of this process."""
+        for event, total in self._ends:
+            _streams.wait(event, self._device)
+            _streams.received(total)
+        _streams.received(self._values)
 
 
 def _has_gradient(leaf: Any) -> bool:

@@ -26,7 +26,7 @@ def reducing(fused: Fused, leaves: list[Any]) -> Iterator[None]:
     """
 
     def handler(gradient: GradientFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        found = fused.evaluate(gradient, args, kwargs)
+        found = fused.evaluate(leaves, gradient, args, kwargs)
         known = set(map(id, leaves))
         if not all(id(leaf) in known for leaf in found.leaves):
             raise ValueError(

@@ -94,10 +94,11 @@ runtime = Runtime()
 
 
 class _Here(threading.local):
-    """The device and the stream of a worker, None in all other threads."""
+    """The device of a worker, its stream, and one beside it; None in all other threads."""
 
     device: torch.device | None = None
     stream: Any = None
+    side: Any = None
 
 
 _here = _Here()
@@ -188,6 +189,35 @@ def meet(brought: Sequence[tuple[Any, Any]], rank: int) -> list[Any]:
     return [value for value, _ in brought]
 
 
+def is_at_home() -> bool:
+    """Tell whether this thread, a worker, is on its own stream, not on one that the user chose."""
+    return _here.stream is not None and bool(runtime.current_stream(_worker_device()) == _here.stream)
+
+
+def side() -> tuple[torch.device, Any]:
+    """Return this worker's device, and a second stream there, for what others may do beside its work."""
+    if _here.side is None:
+        _here.side = runtime.new_stream(_worker_device())
+    return _worker_device(), _here.side
+
+
+@contextlib.contextmanager
+def aside(sides: Sequence[tuple[torch.device, Any]], marks: Sequence[Any]) -> Iterator[None]:
+    """Work on second streams of some workers, one of each device, after the mark of each worker."""
+    chosen = dict(reversed(sides))  # Of a device that has several the first, whoever works.
+    mine = _worker_device()
+    before = [runtime.current_stream(device) for device in sorted(chosen, key=lambda d: d == mine)]
+    for (device, _), event in zip(sides, marks, strict=True):
+        runtime.wait(chosen[device], event)
+    for stream in chosen.values():
+        runtime.use(stream)
+    try:
+        yield
+    finally:
+        for stream in before:  # The worker's own device last: it becomes the current one again.
+            runtime.use(stream)
+
+
 def received(given: Any, others: Sequence[Any] = ()) -> None:
     """Record tensors, in lists, tuples and dicts, on this thread's streams, and others: workers made them."""
     if isinstance(given, Tensor):
@@ -233,21 +263,6 @@ def bring(tensor: Tensor, device: torch.device) -> Tensor:
     return runtime.send(tensor, device)
 
 
-def pinned(tensor: Tensor) -> Tensor:
-    """Return a copy of a CPU tensor in pinned memory."""
-    return runtime.pinned(tensor)
-
-
-def pinned_room(numel: int, dtype: torch.dtype) -> Tensor:
-    """Return pinned memory."""
-    return runtime.pinned_room(numel, dtype)
-
-
-def broadcast(bucket: Tensor, device: torch.device) -> Tensor:
-    """Copy a bucket, or a leaf too large for one, to a device; the host does not wait."""
-    return runtime.broadcast(bucket, device)
-
-
 def ready_on(device: torch.device) -> Any:
     """Return an event for what this thread has asked of a device until now."""
     return runtime.record(runtime.current_stream(device))
@@ -270,11 +285,6 @@ def sum_to_first(tensors: Sequence[Tensor], total: Tensor) -> bool:
     for stream in others:
         runtime.wait(first, runtime.record(stream))
     return True
-
-
-def fill(room: Tensor, part: Tensor) -> None:
-    """Copy a tensor into memory on another device; the host does not wait."""
-    runtime.fill(room, part)
 
 
 def home(tensor: Tensor, device: torch.device) -> Tensor:

@@ -205,7 +205,7 @@ def broadcast(wanted: Iterable[tuple[Tensor, Sequence[torch.device]]]) -> list[C
             leaves = [tensors[k][0] for k in members]
             bucket = pack(leaves)
             for place in targets:
-                parts = unpack(_streams.broadcast(bucket, place), leaves)
+                parts = unpack(_streams.runtime.broadcast(bucket, place), leaves)
                 for k, part in zip(members, parts, strict=True):
                     found[k][place] = part
     return found
@@ -213,8 +213,8 @@ def broadcast(wanted: Iterable[tuple[Tensor, Sequence[torch.device]]]) -> list[C
 
 def _send_alone(leaf: Tensor, targets: Sequence[torch.device]) -> Copies:
     if leaf.is_cpu and leaf.layout is torch.strided:
-        leaf = _streams.pinned(leaf)  # Once for all devices.
-    return {place: _streams.broadcast(leaf, place) for place in targets}
+        leaf = _streams.runtime.pinned(leaf)  # Once for all devices.
+    return {place: _streams.runtime.broadcast(leaf, place) for place in targets}
 
 
 def _is_packable(leaf: Tensor) -> bool:
@@ -226,7 +226,7 @@ def pack(leaves: Sequence[Tensor]) -> Tensor:
     """Copy leaves of one dtype and device into one, in pinned memory on the host."""
     starts, total = _layout(leaves)
     first = leaves[0]
-    bucket = _streams.pinned_room(total, first.dtype) if first.is_cpu else first.new_empty(total)
+    bucket = _streams.runtime.pinned_room(total, first.dtype) if first.is_cpu else first.new_empty(total)
     into = [bucket[start : start + leaf.numel()] for start, leaf in zip(starts, leaves, strict=True)]
     torch._foreach_copy_(into, [leaf.view(-1) for leaf in leaves])
     return bucket

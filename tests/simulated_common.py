@@ -20,7 +20,13 @@ from funcpar import _generators, _graph, _streams  # noqa: E402
 # One device, one named twice, all, both kinds at once, and not the one that results of others are on.
 DEVICES = {"one": [0], "one twice": [0, 0], "all": [0, 1, 2], "mixed": [0, 0, 1], "others": [1, 2]}
 
+ASIDE = " aside"
+
 Event: TypeAlias = tuple[simulated.Stream, dict[simulated.Stream, int]]
+
+
+def aside(stream: simulated.Stream) -> str:
+    return ASIDE if stream.name.endswith(ASIDE) else ""
 
 
 class Recorder:
@@ -30,12 +36,17 @@ class Recorder:
         self.broken: frozenset[str] = frozenset()
         self.library = False
         self.pins: set[int] = set()
+        self.here = threading.local()
 
-    def _note(self, what: str, *details: Any) -> None:
+    def note(self, what: str, *details: Any) -> None:
         books.log.append((what, threading.current_thread().name, *details))
 
     def new_stream(self, device: torch.device) -> simulated.Stream:
-        return simulated.Stream(device, threading.current_thread().name)
+        """Return a stream; a worker's second one is where sums are made beside backward."""
+        made = self.here.__dict__.setdefault("made", set())
+        name = threading.current_thread().name + (ASIDE if device in made else "")
+        made.add(device)
+        return simulated.Stream(device, name)
 
     def current_stream(self, device: torch.device) -> simulated.Stream:
         return books.current(device)
@@ -47,25 +58,25 @@ class Recorder:
         return contextlib.nullcontext()
 
     def record(self, stream: simulated.Stream) -> Event:
-        self._note("record", stream)
+        self.note("record", stream)
         with books.lock:
             return stream, dict(stream.clock)
 
     def wait(self, stream: simulated.Stream, event: Event) -> None:
-        self._note("wait", stream, event[0])
-        if "wait" not in self.broken:
+        self.note("wait", stream, event[0])
+        if not self.broken & {"wait", f"wait{aside(stream)}", f"wait for{aside(event[0])}"}:
             with books.lock:
                 stream.follow(event[1])
 
     def keep(self, tensor: torch.Tensor, stream: simulated.Stream) -> None:
         if isinstance(tensor, simulated.Sim) and tensor.memory.stream is not stream:
-            self._note("keep", stream)
-            if "keep" not in self.broken:
+            self.note("keep", stream)
+            if not self.broken & {"keep", f"keep{aside(stream)}"}:
                 tensor.memory.kept.add(stream)
 
     def pinned(self, tensor: torch.Tensor) -> torch.Tensor:
         copy = tensor.detach().clone()
-        self._note("pin", copy.numel())
+        self.note("pin", copy.numel())
         self.pins.add(copy.data_ptr())
         return copy
 
@@ -75,24 +86,24 @@ class Recorder:
         return room
 
     def send(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-        self._note("send", tensor.device, device, tensor.numel())
+        self.note("send", tensor.device, device, tensor.numel())
         if tensor.is_cpu and tensor.numel() and tensor.data_ptr() not in self.pins:
             books.races.append("the accelerator reads memory that is the user's")
         return tensor.to(device, non_blocking=True)
 
     def broadcast(self, bucket: torch.Tensor, device: torch.device) -> torch.Tensor:
-        self._note("broadcast", bucket.device, device, bucket.numel())
+        self.note("broadcast", bucket.device, device, bucket.numel())
         return bucket.to(device, non_blocking=True)
 
     def fill(self, room: torch.Tensor, part: torch.Tensor) -> None:
-        self._note("fill", room.numel())
+        self.note("fill", room.numel())
         room.copy_(part, non_blocking=True)
 
     def can_sum(self, tensors: Any) -> bool:
         return self.library and len({t.device for t in tensors}) == len(tensors)
 
     def sum_to_first(self, tensors: Any, total: Any, streams: Any) -> None:
-        self._note("library sum", total.numel())
+        self.note("library sum", total.numel())
         first, *others = streams
         with books.lock:
             for stream in others:

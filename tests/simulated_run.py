@@ -1,7 +1,8 @@
 """Run programs on the simulated accelerator, and say as JSON what became of each.
 
 ``--broken wait`` and ``--broken keep`` leave out all waits for events, or all records of tensors on
-streams, so that tests can see that races are found.
+streams, so that tests can see that races are found. ``"wait aside"`` and ``"keep aside"`` are those of the
+second streams of workers alone, ``"wait for aside"`` are the waits of others for those.
 """
 
 from __future__ import annotations
@@ -14,11 +15,17 @@ from typing import Any
 
 import simulated_counts
 import simulated_draws
+import simulated_sums
 import simulated_ways
 import torch
 from simulated_common import DEVICES, books, recorder
 
-PROGRAMS = {**simulated_ways.PROGRAMS, **simulated_counts.PROGRAMS, **simulated_draws.PROGRAMS}
+PROGRAMS = {
+    **simulated_ways.PROGRAMS,
+    **simulated_sums.PROGRAMS,
+    **simulated_counts.PROGRAMS,
+    **simulated_draws.PROGRAMS,
+}
 
 
 def outcome(name: str, devices: list[int]) -> dict[str, Any]:

@@ -40,6 +40,23 @@ def test_value_and_gradients_are_those_of_the_cpu(accelerators, rows):
     torch.testing.assert_close(leaf["w"].grad, grads["w"])
 
 
+def test_sums_beside_backward_repeat_bit_for_bit_and_are_those_of_the_cpu(accelerators):
+    shapes = {"first": (64, 1 << 13), "scale": (1 << 13,), "last": (1 << 13, 64), "unused": (3,)}
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        params = {name: 0.01 * torch.randn(shape, dtype=dtype) for name, shape in shapes.items()}
+        x = torch.randn(37, 64, dtype=dtype)
+        fun = fp.value_and_grad(
+            lambda p, x: ((x @ p["first"]).tanh() * p["scale"] @ p["last"]).square().mean()
+        )
+        step = fp.pmap(fun, devices=accelerators)
+        first = fp.tree.map(torch.Tensor.cpu, step(params, x))
+        if dtype is torch.float64:
+            torch.testing.assert_close(first, fun(params, x))
+        for _ in range(20):
+            again = fp.tree.leaves(fp.tree.map(torch.Tensor.cpu, step(params, x)))
+            assert all(map(torch.equal, again, fp.tree.leaves(first)))
+
+
 def test_collectives_meet_across_devices(accelerators):
     mean = fp.pmap(lambda x: x - fp.pmean(x.mean(0)), in_axes=0, devices=accelerators)
     x = torch.randn(7, 3, dtype=torch.float64)

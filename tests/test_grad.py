@@ -9,6 +9,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import funcpar as fp
+from funcpar._differentiate import by_autograd
+from funcpar._graph import GradientHook
 from tests.strategies import Pair, Record, random_tensor
 
 F64 = torch.float64
@@ -240,6 +242,15 @@ def test_an_argument_is_named_once_in_argnums():
         fp.grad(lambda w, x: (w * x).sum(), argnums=(0, -2))(torch.ones(2), torch.ones(2))
 
 
+@pytest.mark.parametrize("rows", [12, 13])
+def test_rows_that_are_inference_tensors_get_gradients_of_their_own(rows, devices):
+    fun = fp.grad(loss, argnums=(0, 1))
+    expected = fun(W, X[:rows])
+    with torch.inference_mode():
+        found = fp.pmap(fun)(W.clone(), X[:rows].clone())
+    close(found, expected)
+
+
 def test_aux_that_depends_on_a_tensor_outside_keeps_its_graph():
     p = torch.tensor(1.0, requires_grad=True)
     (_, aux), _ = fp.value_and_grad(lambda w: ((w**2).sum(), p * 3), has_aux=True)(torch.ones(2))
@@ -252,6 +263,30 @@ def test_a_value_that_is_an_entry_of_an_argument_has_memory_of_its_own():
     value, _ = fp.value_and_grad(lambda w: w[0])(w)
     value.add_(5)
     assert w.tolist() == [2, 3]
+
+
+class RunsABackward(torch.autograd.Function):
+    """x, with a backward that differentiates the square of the leaf it was given as well."""
+
+    @staticmethod
+    def forward(ctx, w):
+        ctx.save_for_backward(w)
+        return w.clone()
+
+    @staticmethod
+    def backward(ctx, cotangent):
+        (w,) = ctx.saved_tensors
+        with torch.enable_grad():
+            (inner,) = torch.autograd.grad(w.square().sum(), w)
+        return cotangent + inner
+
+
+def test_a_hook_is_told_no_gradient_of_a_backward_within_the_backward():
+    told = []
+    hook = GradientHook(lambda grad, _: told.append(grad))
+    _, _, grads = by_autograd(lambda w: (RunsABackward.apply(w).sum() + w.sum(), None), [W], None, [hook])
+    close(grads[0], 2 + 2 * W)
+    assert len(told) == 1 and told[0] is grads[0]
 
 
 def test_a_reentrant_checkpoint_does_not_make_a_gradient_zero_in_silence():

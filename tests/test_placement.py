@@ -11,6 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import funcpar as fp
 from funcpar import _streams, _workers
+from funcpar._ahead import Ahead
+from funcpar._allreduce import sum_over_shards
 from funcpar._devices import Device
 
 
@@ -62,6 +64,9 @@ class NoRuntime(_streams.Runtime):
 
     def pinned_room(self, numel, dtype):
         return torch.empty(numel, dtype=dtype)
+
+    def fill(self, room, part):
+        assert room.shape == part.shape  # Copying between devices asks the one that is not there.
 
     def can_sum(self, tensors):
         return False
@@ -159,6 +164,28 @@ def test_buffers_of_a_functionalized_module_come_to_each_shard():
     apply, given, buffers = fp.functionalize_with_buffers(model)
     kept = fp.pmap(lambda p, x: apply(p, buffers, x)[0], out_axes="shards")(given, torch.randn(6, 3))
     assert places(list(kept.parts)) == ["cuda:0", "cuda:1", "cuda:2"]
+
+
+@pytest.mark.parametrize("early", ["all", "some", "none"])
+@pytest.mark.parametrize("devices", [[0, 1, 2], [2, 1], [1, 0, 1]])
+def test_sums_of_gradients_end_on_the_first_device_whenever_they_are_made(devices, early):
+    ahead, totals, asked = Ahead([fp.devices()[k] for k in devices]), {}, []
+
+    def body(p, x):
+        place = fp.axis_index()
+        grads = [leaf * 2 for leaf in p.values()]
+        hook = ahead.hook(place, grads, [None] * len(grads))
+        asked.append(hook(0) is not None)
+        if early == "all" or (early == "some" and place):
+            for position, grad in enumerate(reversed(grads)):
+                ahead._mine[place]._bring(place, position, grad, True)
+        assert sum_over_shards(grads, totals, True, ahead)
+        return x.sum()
+
+    p = {"large": torch.randn(1 << 19), "half": torch.ones(3, dtype=torch.bfloat16)} | params()
+    fp.pmap(body, devices=devices, out_axes="sum")(p, torch.randn(6, 3))
+    assert all(asked) and [totals[k].shape for k in range(4)] == [leaf.shape for leaf in p.values()]
+    assert places(totals) == [f"cuda:{devices[0]}"] * 4
 
 
 def test_staged_trees_and_prefetched_batches_come_to_each_shard():

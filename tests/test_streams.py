@@ -34,6 +34,7 @@ def names_in(file: str) -> list[str]:
 
 WAYS, COUNTS = names_in("simulated_ways.py"), names_in("simulated_counts.py")
 DRAWS = names_in("simulated_draws.py")
+SUMS = names_in("simulated_sums.py")
 
 
 @cache
@@ -48,12 +49,12 @@ def run(*options: str) -> dict[str, dict]:
 
 
 def test_there_are_as_many_ways_as_the_documents_say():
-    assert (len(WAYS), len(COUNTS), len(DRAWS)) == (29, 16, 13)
-    assert len(run()) == 58 * len(DEVICES)
+    assert (len(WAYS), len(SUMS), len(COUNTS), len(DRAWS)) == (29, 12, 16, 13)
+    assert len(run()) == (29 + 12 + 16 + 13) * len(DEVICES)
 
 
 @pytest.mark.parametrize("where", DEVICES)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", WAYS + SUMS)
 def test_values_are_right_and_no_stream_races_with_another(way, where):
     found = run()[f"{way}, {where}"]
     assert found["error"] == ""
@@ -97,6 +98,21 @@ def test_the_simulation_finds_what_is_left_out(way, broken):
     found = run("--broken", broken, *(word for name in SOME for word in ("--only", name)))
     for where in DEVICES[1:]:  # One shard runs on its caller's stream, where nothing can race.
         assert found[f"{way}, {where}"]["races"], where
+
+
+ASIDE = [
+    "sums_of_every_kind_of_leaf", "the_first_sum_is_asked_for_before_the_last_backward_ends",
+    "sums_over_processes_of_several_devices",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("broken", ["wait aside", "wait for aside", "keep aside"])
+@pytest.mark.parametrize("way", ASIDE)
+def test_the_simulation_finds_what_is_left_out_beside_backward(way, broken):
+    found = run("--broken", broken, *(word for name in ASIDE for word in ("--only", name)))
+    for where in DEVICES[2:]:
+        races = found[f"{way}, {where}"]["races"]
+        assert races and all(" aside" in race for race in races), where
 
 
 def test_the_backward_of_a_gradient_function_stays_in_its_worker():
