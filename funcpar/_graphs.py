@@ -148,10 +148,25 @@ def _guarded(guards: Sequence[Any]) -> list[bool]:
 
 def _inductor(graph: Any, inputs: Sequence[Any]) -> Any:
     # Torch's own random ops draw from the stream of the shard, and the same numbers as without compile=True.
-    # One call of C++ code, which does without the interpreter's lock, so that shards keep nobody waiting.
     patches = {"fallback_random": True, "cpp_wrapper": True}
     inductor = importlib.import_module("torch._inductor.compile_fx")  # Takes a second, so not before.
-    return inductor.compile_fx(graph, inputs, config_patches=patches)
+
+    def inner(aten: Any, *args: Any, **kwargs: Any) -> Any:
+        if any(
+            torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) for node in aten.graph.nodes
+        ):
+            raise _Draws
+        return inductor.compile_fx_inner(aten, *args, **kwargs)
+
+    try:
+        # One call of C++ code, which does without the interpreter's lock, so that shards keep nobody waiting.
+        return inductor.compile_fx(graph, inputs, inner, patches)
+    except _Draws:  # Such code calls kernels, and random ops are met on the way to them.
+        return inductor.compile_fx(graph, inputs, config_patches=patches | {"cpp_wrapper": False})
+
+
+class _Draws(Exception):
+    """A graph draws random numbers."""
 
 
 def _functorch_config() -> Any:

@@ -1,6 +1,7 @@
 """Compiled functions: buffers, numbers, and what else a graph depends on."""
 
 import functools
+import shutil
 from typing import Any
 
 import pytest
@@ -172,3 +173,25 @@ def test_an_argument_in_the_results_is_that_object_with_and_without_compile(coun
                 aux = out[1] if fun is loss else out[0][1]
                 assert all(aux[name] is given[name] for name in given), (compile, fun)
                 assert torch.equal(aux["new"], WEIGHTS * 2) and aux["name"] == "aux"
+
+
+DRAWS = {
+    "bernoulli_": lambda x: torch.empty_like(x).bernoulli_(0.3),
+    "dropout1d": lambda x: nn.functional.dropout1d(x[:, None], 0.5),
+    "rand": lambda x: torch.rand(x.shape[0], 4),
+    "multinomial": lambda x: torch.multinomial(x.abs(), 2),
+    "nothing": lambda x: x * 2,
+}
+
+
+@pytest.mark.skipif(not shutil.which("g++") and not shutil.which("clang++"), reason="needs a C++ compiler")
+@pytest.mark.parametrize("name", DRAWS)
+def test_code_of_torchs_compiler_draws_what_its_ops_draw(name, monkeypatch):
+    # Its C++ code calls some random kernels past the place where a shard's stream is handed in.
+    monkeypatch.setattr(_graphs, "BACKEND", _graphs._inductor)
+    found = []
+    for compiled in (False, True):
+        torch.manual_seed(5)
+        found.append(fp.pmap(DRAWS[name], in_axes=0, devices=2, compile=compiled)(ROWS))
+    assert torch.equal(*found)
+    assert name == "nothing" or not torch.equal(found[1][:6], found[1][6:])
