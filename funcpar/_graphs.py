@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import itertools
 import operator
@@ -148,7 +149,7 @@ def _guarded(guards: Sequence[Any]) -> list[bool]:
 
 def _inductor(graph: Any, inputs: Sequence[Any]) -> Any:
     # Torch's own random ops draw from the stream of the shard, and the same numbers as without compile=True.
-    patches = {"fallback_random": True, "cpp_wrapper": True}
+    patches = {"fallback_random": True}
     inductor = importlib.import_module("torch._inductor.compile_fx")  # Takes a second, so not before.
 
     def inner(aten: Any, *args: Any, **kwargs: Any) -> Any:
@@ -158,11 +159,11 @@ def _inductor(graph: Any, inputs: Sequence[Any]) -> Any:
             raise _Draws
         return inductor.compile_fx_inner(aten, *args, **kwargs)
 
-    try:
+    if all(given.is_cpu for given in inputs if isinstance(given, Tensor)):
         # One call of C++ code, which does without the interpreter's lock, so that shards keep nobody waiting.
-        return inductor.compile_fx(graph, inputs, inner, patches)
-    except _Draws:  # Such code calls kernels, and random ops are met on the way to them.
-        return inductor.compile_fx(graph, inputs, config_patches=patches | {"cpp_wrapper": False})
+        with contextlib.suppress(_Draws):  # It calls kernels, and random ops are met on the way to them.
+            return inductor.compile_fx(graph, inputs, inner, patches | {"cpp_wrapper": True})
+    return inductor.compile_fx(graph, inputs, config_patches=patches)
 
 
 class _Draws(Exception):

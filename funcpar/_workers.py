@@ -25,6 +25,7 @@ import torch
 
 from funcpar import _streams
 from funcpar._devices import Device
+from funcpar._pages import keep_freed
 from funcpar._world import World
 
 Job: TypeAlias = Callable[[], None]
@@ -57,6 +58,7 @@ class Worker:
         # thread would wait for each other in a collective's backward.
         torch._C._set_multithreading_enabled(False)
         _streams.open_stream(self.device)
+        keep_freed()
         ready.set()
         while (job := self.inbox.get()) is not None:
             job()

@@ -21,6 +21,7 @@ from funcpar._alike import check_alike, described
 from funcpar._devices import has_accelerator
 from funcpar._limits import waiting_time
 from funcpar._link import Link, timeout_of
+from funcpar._pages import keep_freed
 
 _link: Link | None = None
 _is_ours = False
@@ -87,6 +88,7 @@ def initialize(
     words = dist.new_group(backend="gloo", timeout=timeout_of(seconds))
     tensors = dist.new_group(timeout=timeout_of(seconds)) if has_accelerator() else words
     _link = Link(words, tensors, seconds)
+    keep_freed()
 
 
 def shutdown() -> None:
