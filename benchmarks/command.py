@@ -1,7 +1,7 @@
 """The command: measure what is asked for, print tables, write figures and plots.
 
 python -m benchmarks                      everything, some 20 minutes
-python -m benchmarks --quick              everything, less exactly, in little more than a minute
+python -m benchmarks --quick              less exactly, no ResNet, nothing compiled: a good minute
 python -m benchmarks --only cnn           one part
 """
 

@@ -36,6 +36,10 @@ def main() -> None:
 def _run_script(arguments: list[str]) -> None:
     sys.argv = arguments
     path = Path(arguments[0]).resolve()
+    if not path.exists():
+        raise SystemExit(
+            f"python -m compat: there is no {arguments[0]}.\nName a script, or a module with -m."
+        )
     if not path.is_file() or path.suffix not in (".py", ".pyw", ""):
         runpy.run_path(arguments[0], run_name="__main__")  # A folder, an archive, or nothing at all.
         return

@@ -50,10 +50,12 @@ def main() -> int:
 
     print("Norms of per-sample gradients with fp.pmap(torch.func.vmap(fp.grad(loss_fn))), against a loop.")
     print(f"Devices: {', '.join(map(str, fp.devices()))}; {args.samples} samples.")
+    mapped(params, images, labels)  # The first call starts threads, and loads parts of torch.
     start = time.perf_counter()
     norms = mapped(params, images, labels)
     seconds = time.perf_counter() - start
 
+    gradient_norm(params, images[0], labels[0])
     start = time.perf_counter()
     looped = torch.stack([gradient_norm(params, *sample) for sample in zip(images, labels, strict=True)])
     slow = time.perf_counter() - start

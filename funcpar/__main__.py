@@ -142,10 +142,12 @@ def _gain_text(gains: Sequence[Gain], found: dict[str, Any]) -> str:
         lines += [
             f"  {each.model}",
             f"    {bar[:one]}|{bar[one:]}  {each.gain:.2f} times as fast: {each.verdict}",
-            f"    {each.plain_ms:.3g} ms -> {each.pmap_ms:.3g} ms, quartiles {low:.2f} to {high:.2f}, "
-            f"{each.rounds} rounds",
+            f"    medians {each.plain_ms:.3g} ms -> {each.pmap_ms:.3g} ms; in turns, {each.rounds} rounds: "
+            f"median {each.gain:.2f}, quartiles {low:.2f} to {high:.2f}",
         ]
     lines.append("  The bar | is plain autograd: it pays where the line goes beyond.")
+    if len(found["devices"]) == 1:
+        lines.append("  On one device there is nothing to gain: FUNCPAR_CPU_DEVICES=2 makes two of the CPU.")
     if found["load_average"] is not None and found["load_average"] > found["cores"] / 2:
         lines.append("  The machine was busy when this began, and figures of a busy machine say little.")
     return "\n".join(lines)

@@ -129,3 +129,10 @@ def test_a_hand_over_is_part_of_a_call():
 )
 def test_a_verdict_needs_rounds_that_agree(quartiles, verdict):
     assert Gain("any", 1.0, 1.0, 1.0, quartiles, 5).verdict == verdict
+
+
+def test_one_device_is_told_that_there_is_nothing_to_gain():
+    gains = [Gain("any", 1.0, 1.0, 1.0, (0.9, 1.1), 5)]
+    for count in (1, 2):
+        found = {"devices": [{}] * count, "intra_op_threads": 1, "load_average": None, "cores": 1}
+        assert ("On one device there is nothing to gain" in command._gain_text(gains, found)) is (count == 1)

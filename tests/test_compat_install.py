@@ -205,10 +205,17 @@ def test_a_program_finds_the_world_as_under_plain_python(tmp_path):
         assert out == [f"True {name} __main__ {path} {arguments[after:]}", "True True"]
 
 
-def test_a_module_that_is_not_there_is_named(monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["compat", "-m", "no_such_module.at_all"])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["-m", "no_such_module.at_all"], r"there is no module 'no_such_module\.at_all' to run"),
+        (["no_such_script.py"], r"there is no no_such_script\.py\.\nName a script"),
+    ],
+)
+def test_a_program_that_is_not_there_is_named(monkeypatch, arguments, message):
+    monkeypatch.setattr(sys, "argv", ["compat", *arguments])
     try:
-        with pytest.raises(SystemExit, match=r"there is no module 'no_such_module\.at_all' to run"):
+        with pytest.raises(SystemExit, match=message):
             main()
     finally:
         compat.uninstall()
