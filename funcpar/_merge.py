@@ -66,7 +66,7 @@ class Merge:
         if type(spec) in (list, tuple, dict) and "shards" in tree.leaves(spec):
             return self._by_child(spec, outs, gradients, root)
         if not gradients and not isinstance(spec, list | tuple | dict) and {Tensor} == set(map(type, outs)):
-            return self.column(spec, list(outs), root)  # Most calls return one tensor: no structure to compare.
+            return self.column(spec, list(outs), root)  # No structure to compare.
         leaves, structure = tree.flatten(outs[0])
         rows = [leaves]
         for rank, out in enumerate(outs[1:], 1):
