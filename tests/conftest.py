@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import funcpar as fp
+from tests import cycles
 
 # They make a simulated device this process's accelerator: test_streams.py runs them in another one.
 collect_ignore_glob = ["simulated*.py"]
@@ -17,6 +18,10 @@ torch.set_num_threads(1)
 hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, max_examples=60)
 hypothesis.settings.register_profile("thorough", deadline=None, max_examples=2_000)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+def pytest_collection_finish():
+    cycles.settle()
 
 
 @pytest.fixture(params=[1, 2, 3, 4], ids=lambda n: f"cpu{n}")

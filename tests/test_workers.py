@@ -1,6 +1,5 @@
 """Workers are named, few, persistent, thread-local in what they set, and keep nothing."""
 
-import contextlib
 import functools
 import gc
 import os
@@ -12,7 +11,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ import pytest
 import torch
 
 import funcpar as fp
+from tests.cycles import no_cycle_collection, settle
 
 LIMIT = 60.0
 THOROUGH = os.environ.get("HYPOTHESIS_PROFILE", "ci") == "thorough"
@@ -47,16 +47,6 @@ def comes_true(condition: Callable[[], bool], within: float = LIMIT) -> bool:
             return False
         time.sleep(0.002)
     return True
-
-
-@contextlib.contextmanager
-def no_cycle_collection() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 def test_threads_are_named_by_device_and_kept() -> None:
@@ -212,10 +202,10 @@ def test_many_calls_leave_threads_memory_and_files_flat() -> None:
             torch.autograd.grad(calls[2](leaf, ROWS), leaf)
 
     run(600)
-    gc.collect()
+    settle()
     before = figures()
     run(CALLS)
-    gc.collect()
+    settle()
     after = figures()
     print(f"{CALLS} calls: threads, RSS in KiB, files: {before} -> {after}")
     assert after[0] == before[0]
