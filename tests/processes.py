@@ -1,16 +1,22 @@
-"""Run a function in several fresh processes that torch.distributed can join, as torchrun would start them."""
+"""Run a function in fresh processes that torch.distributed can join, as torchrun's workers; a file in one."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
 import pickle
+import runpy
 import socket
+import subprocess
+import sys
+import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 # Children fork from a server that has imported torch once, so a process costs some 0.1 s.
@@ -50,13 +56,19 @@ def run(fun: Callable[..., Any], size: int, *args: Any, timeout: float = 60, **e
         "OMP_NUM_THREADS": "1",
         **env,
     }
+    ranks = [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size)]
+    return _run(fun, args, ranks, timeout)
+
+
+def _run(
+    fun: Callable[..., Any], args: tuple[Any, ...], environments: list[dict[str, str]], timeout: float
+) -> list[Outcome]:
+    size = len(environments)
     outcomes = [Outcome() for _ in range(size)]
     processes, pipes = [], []
-    for rank in range(size):
+    for env in environments:
         receiver, sender = _CONTEXT.Pipe(duplex=False)
-        process = _CONTEXT.Process(
-            target=_child, args=(fun, args, {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}, sender)
-        )
+        process = _CONTEXT.Process(target=_child, args=(fun, args, env, sender))
         process.start()
         sender.close()
         processes.append(process)
@@ -89,6 +101,38 @@ def values(fun: Callable[..., Any], size: int, *args: Any, timeout: float = 60, 
     ]
     assert not failed, "\n".join(failed)
     return [outcome.value for outcome in outcomes]
+
+
+def program(path: Path, *options: str, timeout: float = 180) -> subprocess.CompletedProcess[str]:
+    """Run a file in a fresh process, as ``python -W error path options...`` would."""
+    with tempfile.TemporaryDirectory() as folder:
+        words = [str(path), *options]
+        # One intra-op thread: on a busy machine torch's threads wait for each other longer than they work.
+        (outcome,) = _run(_program, (words, folder), [{"OMP_NUM_THREADS": "1"}], timeout)
+        out, err = (Path(folder, name).read_text() for name in _STREAMS)
+    status = outcome.exitcode if outcome.value is None else outcome.value
+    return subprocess.CompletedProcess(
+        words, status or int(outcome.error is not None), out, err + outcome.traceback
+    )
+
+
+_STREAMS = ("out", "err")
+
+
+def _program(words: list[str], folder: str) -> int:
+    for number, name in enumerate(_STREAMS, 1):
+        with open(Path(folder, name), "wb") as file:
+            os.dup2(file.fileno(), number)
+    warnings.simplefilter("error")
+    sys.argv, sys.path[:0] = words, [str(Path(words[0]).parent)]
+    try:
+        runpy.run_path(words[0], run_name="__main__")
+        return 0
+    except SystemExit as end:
+        return int(end.code or 0)
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
 
 
 def _collect(outcomes: list[Outcome], pipes: list[Connection], start: float, timeout: float) -> None:
