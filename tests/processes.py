@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
 import os
 import pickle
@@ -103,12 +104,13 @@ def values(fun: Callable[..., Any], size: int, *args: Any, timeout: float = 60, 
     return [outcome.value for outcome in outcomes]
 
 
-def program(path: Path, *options: str, timeout: float = 180) -> subprocess.CompletedProcess[str]:
-    """Run a file in a fresh process, as ``python -W error path options...`` would."""
+def program(*words: str, cwd: Path | None = None, **env: str) -> subprocess.CompletedProcess[str]:
+    """Run a file, or "-m" and a module, in a fresh process, as ``python -W error words...`` would."""
     with tempfile.TemporaryDirectory() as folder:
-        words = [str(path), *options]
         # One intra-op thread: on a busy machine torch's threads wait for each other longer than they work.
-        (outcome,) = _run(_program, (words, folder), [{"OMP_NUM_THREADS": "1"}], timeout)
+        (outcome,) = _run(
+            _program, (words, folder, str(cwd or os.getcwd())), [{"OMP_NUM_THREADS": "1", **env}], 180
+        )
         out, err = (Path(folder, name).read_text() for name in _STREAMS)
     status = outcome.exitcode if outcome.value is None else outcome.value
     return subprocess.CompletedProcess(
@@ -119,18 +121,26 @@ def program(path: Path, *options: str, timeout: float = 180) -> subprocess.Compl
 _STREAMS = ("out", "err")
 
 
-def _program(words: list[str], folder: str) -> int:
+def _program(words: tuple[str, ...], folder: str, cwd: str) -> int:
     for number, name in enumerate(_STREAMS, 1):
         with open(Path(folder, name), "wb") as file:
             os.dup2(file.fileno(), number)
+    os.chdir(cwd)
     warnings.simplefilter("error")
-    sys.argv, sys.path[:0] = words, [str(Path(words[0]).parent)]
     try:
-        runpy.run_path(words[0], run_name="__main__")
+        if words[0] == "-m":
+            sys.argv, sys.path[:0] = ["-m", *words[2:]], [cwd]
+            runpy._run_module_as_main(words[1])  # What python -m does.
+        else:
+            sys.argv, sys.path[:0] = list(words), [str(Path(words[0]).parent)]
+            runpy.run_path(words[0], run_name="__main__")
         return 0
     except SystemExit as end:
+        if isinstance(end.code, str):
+            raise
         return int(end.code or 0)
     finally:
+        atexit._run_exitfuncs()  # Processes of multiprocessing do not.
         sys.stdout.flush()
         sys.stderr.flush()
 

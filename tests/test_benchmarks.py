@@ -5,10 +5,9 @@ import functools
 import json
 import os
 import re
-import subprocess
 import sys
-from pathlib import Path
 
+import processes
 import pytest
 import torch
 from torch import nn
@@ -20,7 +19,6 @@ from benchmarks.models import MODELS, NUM_CLASSES, Model
 from benchmarks.processes import Team, teams
 from benchmarks.resnet import RESNET18, resnet18
 
-ROOT = Path(__file__).parents[1]
 SMALL = {name: dataclasses.replace(model, rows=4) for name, model in MODELS.items()}
 
 
@@ -188,8 +186,8 @@ def test_growth_is_measured_at_every_size(question):
 
 
 def test_the_command_tells_of_every_option_part_and_contender():
-    words = [sys.executable, "-m", "benchmarks", "--help"]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    done = processes.program("-m", "benchmarks", "--help")
+    assert done.returncode == 0, done.stderr
     options = ("--quick", "--devices", "--rounds", "--only", "--contender", "--json", "--plots")
     text = " ".join(done.stdout.split())
     assert all(name in text for name in (*options, *command.PARTS, *CONTENDERS))

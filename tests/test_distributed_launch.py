@@ -43,7 +43,7 @@ def finish(*programs: list[str]) -> list[str]:
 
 def test_after_a_crash_torchrun_ends_with_the_parameters_of_an_undisturbed_run(tmp_path):
     alone, disturbed = tmp_path / "alone.pt", tmp_path / "disturbed.pt"
-    done = processes.program(PROGRAM, "--devices", "3", "--result", str(alone))
+    done = processes.program(str(PROGRAM), "--devices", "3", "--result", str(alone))
     assert done.returncode == 0, done.stderr
     assert "Devices: cpu[0], cpu[1], cpu[2] in each of 1 processes\n1 processes: steps 0 to 60" in done.stdout
     options = ["--checkpoint", str(tmp_path / "run.pt"), "--result", str(disturbed)]

@@ -9,6 +9,7 @@ import processes
 import pytest
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
+DIGITS = str(EXAMPLES / "train_digits.py")
 SMALL = {
     "batch_statistics.py": ["--devices", "3", "--rows", "20"],
     "gradient_penalty.py": ["--devices", "3", "--rows", "10"],
@@ -31,13 +32,13 @@ def check(done: subprocess.CompletedProcess[str]) -> None:
 
 @pytest.mark.parametrize("name", SMALL)
 def test_an_example_runs_and_its_own_check_passes(name):
-    check(processes.program(EXAMPLES / name, *SMALL[name]))
+    check(processes.program(str(EXAMPLES / name), *SMALL[name]))
 
 
 def test_train_digits_compares_with_one_device_and_saves_the_curves_of_both(tmp_path):
     file = tmp_path / "curves.png"
     options = ["--quick", "--epochs", "3", "--devices", "3", "--check", "--plot", str(file)]
-    done = processes.program(EXAMPLES / "train_digits.py", *options)
+    done = processes.program(DIGITS, *options)
     check(done)
     assert "Largest relative difference" in done.stdout
     assert file.read_bytes().startswith(b"\x89PNG")

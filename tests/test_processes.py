@@ -44,7 +44,7 @@ def test_a_program_ends_as_under_python(tmp_path):
     path.write_text(
         "import sys, warnings\nprint(sys.argv[1:])\nsys.argv[2:] and sys.exit(3)\nwarnings.warn('no')"
     )
-    done = processes.program(path, "a", "b")
+    done = processes.program(str(path), "a", "b")
     assert (done.returncode, done.stdout, done.stderr) == (3, "['a', 'b']\n", "")
-    done = processes.program(path, "a")
+    done = processes.program(str(path), "a")
     assert (done.returncode, done.stdout) == (1, "['a']\n") and "UserWarning: no" in done.stderr
