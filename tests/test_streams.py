@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import ast
 import json
-import os
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 
+import processes
 import pytest
 import torch
 
@@ -36,11 +34,7 @@ WAYS, COUNTS = names_in("simulated_ways.py"), names_in("simulated_counts.py")
 
 @cache
 def run(*options: str) -> dict[str, dict]:
-    found = subprocess.run(
-        [sys.executable, str(TESTS / "simulated_run.py"), *options],
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, timeout=200, check=False,
-    )  # fmt: skip
+    found = processes.program(str(TESTS / "simulated_run.py"), *options)
     assert found.returncode == 0, found.stderr[-4000:]
     return json.loads(found.stdout)
 
