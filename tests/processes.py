@@ -20,8 +20,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-# Children fork from a server that has imported torch once, so a process costs some 0.1 s; and torch's compiler,
-# which optimizers import at their first step.
+# Children fork from a server that has imported torch once, so a process costs some 0.1 s; and torch's
+# compiler, which optimizers import at their first step.
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "numpy"])
 
