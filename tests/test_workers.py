@@ -256,7 +256,7 @@ def test_dataset_may_call_pmap_in_a_loaders_workers() -> None:
 
 
 IDLE_EXIT = """
-import atexit, threading, time
+import atexit, sys, threading, time
 
 def last():  # Registered first, so it runs after what funcpar does at exit.
     names = [t.name for t in threading.enumerate() if t.name.startswith("funcpar")]
@@ -266,6 +266,7 @@ atexit.register(last)
 import torch, funcpar as fp
 fp.set_cpu_devices(4, threads_per_device=1)
 fp.pmap(lambda x: x + 1, in_axes=0)(torch.ones(8))
+print("compiler", "torch._dynamo" in sys.modules)
 start = time.monotonic()
 """
 EXIT_WITH_A_BUSY_WORKER = """
@@ -279,16 +280,27 @@ except KeyboardInterrupt:
 """
 
 
+@functools.cache
+def run(script: str) -> tuple[subprocess.CompletedProcess[str], float]:
+    """Run a script, and return what it printed and the seconds it took."""
+    start = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=LIMIT, check=False
+    )
+    return done, time.monotonic() - start
+
+
 @pytest.mark.parametrize(
     ("script", "shown"),
     [(IDLE_EXIT, r"ended in 0\.\d s, left \[\]"), (EXIT_WITH_A_BUSY_WORKER, "interrupted")],
     ids=["idle", "busy"],
 )
 def test_interpreter_ends_cleanly_and_soon(script: str, shown: str) -> None:
-    start = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=LIMIT, check=False
-    )
+    done, seconds = run(script)
     assert (done.returncode, done.stderr) == (0, "")
     assert re.search(shown, done.stdout)
-    assert time.monotonic() - start < 30
+    assert seconds < 30
+
+
+def test_nothing_of_the_compiler_is_loaded_for_functions_that_are_not_compiled() -> None:
+    assert "compiler False\n" in run(IDLE_EXIT)[0].stdout
