@@ -13,7 +13,7 @@ from torch import Tensor
 _MOST = 100_000
 # What functions of these packages name in their modules is not the user's, and leads far. Calls of pytest's
 # own are in every function that asserts.
-_OTHERS = {"torch", "_pytest"}
+_OTHERS = {"torch", "funcpar", "_pytest"}
 
 
 def computed_tensors(funs: Iterable[Callable[..., Any]]) -> list[Tensor]:

@@ -227,12 +227,12 @@ def test_a_closed_over_module_is_cast_by_each_shard_for_itself_under_autocast(re
     assert module.weight.grad.isfinite().all()
 
 
-def test_what_torch_and_pytest_name_in_their_own_modules_is_not_searched():
+def test_what_torch_pytest_and_funcpar_name_in_their_own_modules_is_not_searched():
     h = W.clone().requires_grad_().exp()
 
     def fun(x):
         assert x is not None
-        return checkpoint(loss, h, x, use_reentrant=False)
+        return fp.psum(checkpoint(loss, h, x, use_reentrant=False))
 
     found = list(_closure._reached([fun]))
     assert any(item is h for item in found)
