@@ -11,13 +11,16 @@ from torch import Tensor
 
 # Enough for any model; a function that reaches more is not worth the search.
 _MOST = 100_000
+# What functions of these packages name in their modules is not the user's, and leads far. Calls of pytest's
+# own are in every function that asserts.
+_OTHERS = {"torch", "funcpar", "_pytest"}
 
 
 def computed_tensors(funs: Iterable[Callable[..., Any]]) -> list[Tensor]:
     """Return the tensors within functions that were computed from others that require a gradient.
 
-    Looks into cells, defaults, globals that the code names, bound objects, partials, containers, and
-    the attributes of modules and plain objects.
+    Looks into cells, defaults, globals that the user's code names, bound objects, partials, containers,
+    and the attributes of modules and plain objects.
     """
     return [tensor for tensor in tensors_within(funs) if tensor.requires_grad and tensor.grad_fn is not None]
 
@@ -80,6 +83,8 @@ def _within_function(fun: types.FunctionType) -> Iterator[Any]:
         except ValueError:  # Not filled yet.
             continue
     yield from (fun.__defaults__, fun.__kwdefaults__, fun.__dict__)
+    if str(fun.__globals__.get("__name__")).partition(".")[0] in _OTHERS:
+        return
     for code in _codes(fun.__code__):
         for name in code.co_names:
             value = fun.__globals__.get(name)

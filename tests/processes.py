@@ -1,21 +1,29 @@
-"""Run a function in several fresh processes that torch.distributed can join, as torchrun would start them."""
+"""Run a function in fresh processes that torch.distributed can join, as torchrun's workers; a file in one."""
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
 import os
 import pickle
+import runpy
 import socket
+import subprocess
+import sys
+import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
-# Children fork from a server that has imported torch once, so a process costs some 0.1 s.
+# Children fork from a server that has imported torch once, so a process costs some 0.1 s; and torch's
+# compiler, which optimizers import at their first step.
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "numpy"])
+_CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "numpy"])
 
 
 @dataclass(slots=True)
@@ -50,13 +58,19 @@ def run(fun: Callable[..., Any], size: int, *args: Any, timeout: float = 60, **e
         "OMP_NUM_THREADS": "1",
         **env,
     }
+    ranks = [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size)]
+    return _run(fun, args, ranks, timeout)
+
+
+def _run(
+    fun: Callable[..., Any], args: tuple[Any, ...], environments: list[dict[str, str]], timeout: float
+) -> list[Outcome]:
+    size = len(environments)
     outcomes = [Outcome() for _ in range(size)]
     processes, pipes = [], []
-    for rank in range(size):
+    for env in environments:
         receiver, sender = _CONTEXT.Pipe(duplex=False)
-        process = _CONTEXT.Process(
-            target=_child, args=(fun, args, {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}, sender)
-        )
+        process = _CONTEXT.Process(target=_child, args=(fun, args, env, sender))
         process.start()
         sender.close()
         processes.append(process)
@@ -89,6 +103,47 @@ def values(fun: Callable[..., Any], size: int, *args: Any, timeout: float = 60, 
     ]
     assert not failed, "\n".join(failed)
     return [outcome.value for outcome in outcomes]
+
+
+def program(*words: str, cwd: Path | None = None, **env: str) -> subprocess.CompletedProcess[str]:
+    """Run a file, or "-m" and a module, in a fresh process, as ``python -W error words...`` would."""
+    with tempfile.TemporaryDirectory() as folder:
+        # One intra-op thread: on a busy machine torch's threads wait for each other longer than they work.
+        (outcome,) = _run(
+            _program, (words, folder, str(cwd or os.getcwd())), [{"OMP_NUM_THREADS": "1", **env}], 180
+        )
+        out, err = (Path(folder, name).read_text() for name in _STREAMS)
+    status = outcome.exitcode if outcome.value is None else outcome.value
+    return subprocess.CompletedProcess(
+        words, status or int(outcome.error is not None), out, err + outcome.traceback
+    )
+
+
+_STREAMS = ("out", "err")
+
+
+def _program(words: tuple[str, ...], folder: str, cwd: str) -> int:
+    for number, name in enumerate(_STREAMS, 1):
+        with open(Path(folder, name), "wb") as file:
+            os.dup2(file.fileno(), number)
+    os.chdir(cwd)
+    warnings.simplefilter("error")
+    try:
+        if words[0] == "-m":
+            sys.argv, sys.path[:0] = ["-m", *words[2:]], [cwd]
+            runpy._run_module_as_main(words[1])  # What python -m does.
+        else:
+            sys.argv, sys.path[:0] = list(words), [str(Path(words[0]).parent)]
+            runpy.run_path(words[0], run_name="__main__")
+        return 0
+    except SystemExit as end:
+        if isinstance(end.code, str):
+            raise
+        return int(end.code or 0)
+    finally:
+        atexit._run_exitfuncs()  # Processes of multiprocessing do not.
+        sys.stdout.flush()
+        sys.stderr.flush()
 
 
 def _collect(outcomes: list[Outcome], pipes: list[Connection], start: float, timeout: float) -> None:

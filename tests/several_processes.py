@@ -51,7 +51,6 @@ def model() -> tuple[Any, dict[str, Tensor]]:
     return fp.functionalize(nn.Sequential(nn.Linear(3, 16), nn.Tanh(), nn.Linear(16, 1)).double())
 
 
-@joined
 def train(rows: tuple[int, ...], num_steps: int) -> tuple[list[float], dict[str, Tensor]]:
     """Train; return the losses and the parameters."""
     apply, params = model()
@@ -72,7 +71,6 @@ def _loss(apply: Any) -> Any:
     return lambda params, x, y: (apply(params, x) - y).square().mean()
 
 
-@joined
 def results(rows: tuple[int, ...]) -> dict[str, Any]:
     """Return outputs and derivatives of every kind."""
     apply, params = model()
@@ -131,7 +129,6 @@ def results(rows: tuple[int, ...]) -> dict[str, Any]:
     return found
 
 
-@joined
 def shards(rows: tuple[int, ...]) -> dict[str, Any]:
     """Return what shards know of their axis."""
     x, _ = (own(t, rows) for t in data())
@@ -153,6 +150,17 @@ def shards(rows: tuple[int, ...]) -> dict[str, Any]:
     apply, params, buffers = fp.functionalize_with_buffers(norm)
     found["batch norm"] = fp.pmap(apply, in_axes=(None, None, 0), out_axes=(0, None))(params, buffers, x)
     return found
+
+
+@joined
+def everything(rows: tuple[int, ...], num_steps: int) -> dict[str, Any]:
+    """Return what training, results and shards give, and shards again."""
+    return {
+        "training": train(rows, num_steps),
+        "results": results(rows),
+        "shards": shards(rows),
+        "shards again": shards(rows),
+    }
 
 
 @joined

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import warnings
 from collections import Counter
 from typing import Any
 
@@ -45,6 +46,7 @@ def outcome(name: str, devices: list[int]) -> dict[str, Any]:
 
 def main() -> None:
     torch.set_num_threads(1)
+    warnings.simplefilter("ignore", DeprecationWarning)  # Torch warns of itself.
     parser = argparse.ArgumentParser()
     parser.add_argument("--broken", action="append", default=[])
     parser.add_argument("--only", action="append", default=[])

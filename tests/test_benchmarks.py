@@ -5,22 +5,20 @@ import functools
 import json
 import os
 import re
-import subprocess
 import sys
-from pathlib import Path
 
+import processes
 import pytest
 import torch
 from torch import nn
 
 from benchmarks import command, growth, measure, memory, report
-from benchmarks.contenders import CONTENDERS, EAGER, IDEAL, JAX, PMAP, Place, eager
+from benchmarks.contenders import COMPILED_EAGER, CONTENDERS, EAGER, IDEAL, JAX, PMAP, Place, eager
 from benchmarks.measure import Cost, Effort, Rounds
 from benchmarks.models import MODELS, NUM_CLASSES, Model
 from benchmarks.processes import Team, teams
 from benchmarks.resnet import RESNET18, resnet18
 
-ROOT = Path(__file__).parents[1]
 SMALL = {name: dataclasses.replace(model, rows=4) for name, model in MODELS.items()}
 
 
@@ -37,13 +35,18 @@ def results(team: Team) -> list[tuple[torch.Tensor, list[torch.Tensor]]]:
 
 
 LINEAR = Model("linear", "", 4, (3,), functools.partial(nn.Linear, 3, NUM_CLASSES))
+THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
 # What is not the module itself: with each model in a long campaign, with some models always.
-WRITTEN_ANEW = (PMAP, JAX) if os.environ.get("HYPOTHESIS_PROFILE") == "thorough" else (JAX,)
+WRITTEN_ANEW = (PMAP, JAX) if THOROUGH else (JAX,)
+# Each takes seconds to compile.
+COMPILED = [
+    name for name, each in CONTENDERS.items() if each.compiles and (THOROUGH or name != COMPILED_EAGER)
+]
 CASES = {
     # Wrappers know nothing of the model; what JAX computes was written anew for each.
     **{(name, "mlp"): SMALL["mlp"] for name, each in CONTENDERS.items() if not each.compiles},
     **{(name, model): SMALL[model] for model in SMALL for name in WRITTEN_ANEW if name in CONTENDERS},
-    **{(name, "linear"): LINEAR for name, each in CONTENDERS.items() if each.compiles},
+    **{(name, "linear"): LINEAR for name in COMPILED},
 }
 
 
@@ -98,18 +101,6 @@ def test_a_contender_that_fails_is_named(make, message):
         found["new"].run(1)
 
 
-def test_messages_of_ddp_are_one_copy_of_the_gradients_for_each_process():
-    (record,) = memory.measure_messages(list(CONTENDERS.values()), [SMALL["mlp"]], 2, print)[0].values()
-    found = record["contenders"]
-    assert found.keys() >= {"torch DDP, gloo"} and EAGER not in found and IDEAL not in found
-    assert (
-        found["torch DDP, gloo"]["collective_bytes"]
-        == record["gradient_bytes"]
-        == 4 * (64 * 128 + 128 * 128 + 128 * 10 + 266)
-    )
-    assert found["torch DDP, gloo"]["loopback_bytes"] >= 2 * record["gradient_bytes"]
-
-
 def holding(megabytes: int, model: Model, place: Place):
     return lambda: torch.ones(megabytes << 18)  # Written to, and dropped at once.
 
@@ -134,7 +125,7 @@ def test_quick_run_writes_every_key_and_draws_every_question(tmp_path, capsys):
     parts = ("calls", "collectives", "mlp", "depth", "memory", "messages")
     chosen = (EAGER, IDEAL, PMAP, "torch DDP, gloo")
     arguments = [
-        *("--quick", "--rounds", "2", "--devices", "2", "--json", str(file), "--plots", str(folder)),
+        *("--quick", "--rounds", "1", "--devices", "2", "--json", str(file), "--plots", str(folder)),
         *(word for part in parts for word in ("--only", part)),
         *(word for name in chosen for word in ("--contender", name)),
     ]
@@ -143,7 +134,7 @@ def test_quick_run_writes_every_key_and_draws_every_question(tmp_path, capsys):
     assert bars == ""  # Nobody looks.
     result = json.loads(file.read_text())
     assert result["machine"].keys() == {"processor", "cores", "threads", "python", "torch", "jax"}
-    assert result["settings"] == {"devices": 2, "rounds": 2, "quick": True}
+    assert result["settings"] == {"devices": 2, "rounds": 1, "quick": True}
     for each in ("load_of_others", "load_average", "seconds"):
         assert result[each].keys() == set(parts)
     assert {(each["function"], each["leaves"], each["devices"]) for each in result["calls"]} == {
@@ -159,12 +150,21 @@ def test_quick_run_writes_every_key_and_draws_every_question(tmp_path, capsys):
     assert all(min(each["us"].values()) > 0 and each["over_plain"] > 0 for each in points)
     whole = {EAGER, PMAP, "torch DDP, gloo"}
     assert result["memory"]["wide_mlp"]["contenders"].keys() == whole
-    assert result["messages"]["wide_mlp"]["contenders"].keys() == {"torch DDP, gloo"}
+    check_messages(result["messages"]["wide_mlp"])
     drawn = {"calls", "step_mlp", "depth", "memory_wide_mlp", "messages_wide_mlp"}
     assert {each.stem for each in folder.iterdir()} == drawn
     assert all(each.read_bytes().startswith(b"\x89PNG") for each in folder.iterdir())
     for text in ("| nothing  |     10 |", "| 64 MB ", f"| {PMAP} |", "| layers |", f"| wide_mlp | {PMAP} "):
         assert text in printed
+
+
+def check_messages(record):
+    """Check that DDP sends one copy of the gradients for each process, and nobody else anything."""
+    (found,) = record["contenders"].values()
+    assert record["contenders"].keys() == {"torch DDP, gloo"}
+    size = sum(param.numel() for param in MODELS["wide_mlp"].module().parameters())
+    assert found["collective_bytes"] == record["gradient_bytes"] == 4 * size
+    assert found["loopback_bytes"] >= 2 * record["gradient_bytes"]
 
 
 def check_steps(steps, chosen):
@@ -188,8 +188,8 @@ def test_growth_is_measured_at_every_size(question):
 
 
 def test_the_command_tells_of_every_option_part_and_contender():
-    words = [sys.executable, "-m", "benchmarks", "--help"]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    done = processes.program("-m", "benchmarks", "--help")
+    assert done.returncode == 0, done.stderr
     options = ("--quick", "--devices", "--rounds", "--only", "--contender", "--json", "--plots")
     text = " ".join(done.stdout.split())
     assert all(name in text for name in (*options, *command.PARTS, *CONTENDERS))

@@ -1,24 +1,16 @@
 """What a CPU can show of benchmarks.gpu: its law, its arithmetic, and what it says without a GPU."""
 
-import subprocess
-import sys
-from pathlib import Path
-
+import processes
 import pytest
 import torch
 
 import funcpar as fp
 from benchmarks import gpu
 
-ROOT = Path(__file__).parents[1]
-
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: run python -m benchmarks.gpu itself")
 def test_without_a_gpu_it_says_so_and_exits_with_2():
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.gpu"],
-        cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+    done = processes.program("-m", "benchmarks.gpu")
     assert done.returncode == 2, done.stderr
     assert done.stdout == "torch.cuda finds no GPU, so nothing was checked and nothing measured.\n"
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from torch.autograd import functional
+from torch.utils.checkpoint import checkpoint
 
 import funcpar as fp
+from funcpar import _closure
 from tests.strategies import random_tensor
 
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
@@ -223,3 +225,15 @@ def test_a_closed_over_module_is_cast_by_each_shard_for_itself_under_autocast(re
     assert torch.equal(out, expected)
     out.float().sum().backward()
     assert module.weight.grad.isfinite().all()
+
+
+def test_what_torch_pytest_and_funcpar_name_in_their_own_modules_is_not_searched():
+    h = W.clone().requires_grad_().exp()
+
+    def fun(x):
+        assert x is not None
+        return fp.psum(checkpoint(loss, h, x, use_reentrant=False))
+
+    found = list(_closure._reached([fun]))
+    assert any(item is h for item in found)
+    assert len(found) < 100

@@ -70,7 +70,7 @@ class Step:
 NAMES = (
     "psum", "pmean", "all_gather", "ppermute", "pshuffle", "pbroadcast", "psum_scatter", "all_to_all",
 )  # fmt: skip
-steps = st.builds(
+random_steps = st.builds(
     Step,
     st.sampled_from(NAMES),
     st.sampled_from(list(STRUCTURES)),
@@ -139,7 +139,7 @@ class Program:
 
 @st.composite
 def programs(draw: st.DrawFn) -> Program:
-    usual = draw(st.lists(steps, min_size=1, max_size=6))
+    usual = draw(st.lists(random_steps, min_size=1, max_size=6))
     size = draw(st.integers(2, 4))
     fault, k = draw(st.sampled_from(FAULTS)), draw(st.integers(0, len(usual) - 1))
     odd, raises_at, step = list(usual), None, usual[k]

@@ -1,12 +1,9 @@
 """``python -m funcpar``: what it says of a machine is measured, and a broken law is an error."""
 
 import json
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
+import processes
 import pytest
 import torch
 
@@ -16,7 +13,6 @@ from funcpar import _trial
 from funcpar._gain import Gain, call_us, hand_over_us
 from funcpar._trial import WAYS, try_law
 
-ROOT = Path(__file__).parents[1]
 WITHOUT_THE_REST = """
 import runpy, sys
 for name in ("tqdm", "matplotlib", "sklearn", "jax", "pytest", "hypothesis", "benchmarks", "compat"):
@@ -38,10 +34,10 @@ def unweighted(fun, devices):
     return mapped
 
 
-def test_the_command_prints_one_json_object_with_torch_and_numpy_alone():
-    words = [sys.executable, "-c", WITHOUT_THE_REST]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "FUNCPAR_CPU_DEVICES": "2"}
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False, env=env)
+def test_the_command_prints_one_json_object_with_torch_and_numpy_alone(tmp_path):
+    path = tmp_path / "program.py"
+    path.write_text(WITHOUT_THE_REST)
+    done = processes.program(str(path), FUNCPAR_CPU_DEVICES="2")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["versions"].keys() == {"funcpar", "torch", "numpy", "python"}

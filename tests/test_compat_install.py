@@ -7,7 +7,9 @@ import sys
 import textwrap
 import types
 from pathlib import Path
+from typing import Any
 
+import processes
 import pytest
 import torch
 
@@ -135,16 +137,19 @@ def test_a_class_that_cannot_be_given_another_base_is_named():
         type.__setattr__(Fixed, "__bases__", (torch.nn.Module,))
 
 
-def run(*arguments: str, cwd: Path) -> list[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "FUNCPAR_CPU_DEVICES": "3"}
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-m", "compat", *arguments],
-        cwd=cwd, env=environment, capture_output=True, text=True, timeout=120, check=False,
-        stdin=subprocess.DEVNULL,
-    )  # fmt: skip
+def run(*arguments: str, cwd: Path, started_by: Any = processes.program) -> list[str]:
+    done = started_by("-m", "compat", *arguments, cwd=cwd, FUNCPAR_CPU_DEVICES="3")
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     return done.stdout.splitlines()
+
+
+def python(*words: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-W", "error", *words],
+        cwd=cwd, env={**os.environ, "PYTHONPATH": str(ROOT), **env}, stdin=subprocess.DEVNULL,
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
 
 
 def test_an_unmodified_script_has_the_same_losses_on_all_devices(tmp_path, capsys, monkeypatch):
@@ -201,7 +206,9 @@ def test_a_program_finds_the_world_as_under_plain_python(tmp_path):
     ):
         after = next(k for k, one in enumerate(arguments) if "pkg" in one) + 1
         path = package if "pkg/a.py" in arguments else tmp_path
-        out = run(*arguments, cwd=tmp_path)
+        # Once by Python itself: the others start in processes that have torch already.
+        started_by = python if name == "__main__.py" else processes.program
+        out = run(*arguments, cwd=tmp_path, started_by=started_by)
         assert out == [f"True {name} __main__ {path} {arguments[after:]}", "True True"]
 
 

@@ -1,7 +1,6 @@
 """DataParallel and data_parallel where torch defines what they do: equal to the plain module."""
 
 import copy
-import gc
 import io
 import pickle
 import weakref
@@ -23,6 +22,7 @@ from torch import nn
 
 import compat
 import funcpar as fp
+from tests.cycles import no_cycle_collection
 
 
 @pytest.mark.parametrize("rows", [1, 2, 5, 9])
@@ -285,13 +285,9 @@ def test_nothing_keeps_a_wrapper_or_its_graph_alive():
     out = wrapper(rand(4, 3))
     out.sum().backward()
     alive = [weakref.ref(wrapper), weakref.ref(wrapper.module), weakref.ref(out)]
-    gc.collect()
-    gc.disable()
-    try:
+    with no_cycle_collection():
         del wrapper, out
         assert [ref() for ref in alive] == [None, None, None]
-    finally:
-        gc.enable()
 
 
 def test_hooks_run_once_per_replica_and_those_of_the_wrapper_once():

@@ -1,10 +1,9 @@
 """Shards run at the same time, several threads may call, calls nest, and modules are not shared state."""
 
 import os
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -41,15 +40,6 @@ def at_once(*funs: Callable[[], None]) -> None:
     assert not any(thread.is_alive() for thread in threads), "a thread hangs"
     if errors:
         raise errors[0]
-
-
-@pytest.fixture
-def hurried() -> Iterator[None]:
-    """Let threads take turns far more often, so that a race is met."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    yield
-    sys.setswitchinterval(before)
 
 
 def loss_fn(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

@@ -1,16 +1,13 @@
 """Devices are named by rank, counted from the environment or the program, and found in every spelling."""
 
-import os
-import subprocess
-import sys
 from typing import Any
 
+import processes
 import pytest
 import torch
 
 import funcpar as fp
 
-LIMIT = 60.0
 ROWS = torch.arange(8.0)
 
 
@@ -181,35 +178,17 @@ def test_set_cpu_devices_refuses_what_is_no_count(arguments: Any, kind: type, me
     assert len(fp.devices()) == 4
 
 
-SHOW = """
-import funcpar as fp, torch
-try:
-    print(len(fp.devices()), len(fp.pmap(lambda x: x, in_axes=0, out_axes="shards")(torch.ones(9)).parts))
-except ValueError as error:
-    print(error)
-"""
-
-
-def shown_with(setting: str) -> str:
-    """Return what a new process prints with this setting."""
-    done = subprocess.run(
-        [sys.executable, "-c", SHOW],
-        env={**os.environ, "FUNCPAR_CPU_DEVICES": setting},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-        check=False,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    return done.stdout
+def counted() -> tuple[int, int]:
+    return len(fp.devices()), len(fp.pmap(lambda x: x, in_axes=0, out_axes="shards")(torch.ones(9)).parts)
 
 
 def test_environment_sets_the_number_of_devices() -> None:
-    assert shown_with("3") == "3 3\n"
+    assert processes.values(counted, 1, FUNCPAR_CPU_DEVICES="3") == [(3, 3)]
 
 
 def test_environment_that_is_no_count_is_refused() -> None:
-    assert shown_with("-2") == (
-        "FUNCPAR_CPU_DEVICES='-2' is not a positive integer.\n"
-        "Set it to the number of virtual CPU devices, or unset it.\n"
+    (outcome,) = processes.run(counted, 1, FUNCPAR_CPU_DEVICES="-2")
+    assert outcome.error == (
+        "ValueError: FUNCPAR_CPU_DEVICES='-2' is not a positive integer.\n"
+        "Set it to the number of virtual CPU devices, or unset it."
     )

@@ -1,5 +1,7 @@
 """Several processes give the numbers of one: values, derivatives, training, collectives, randomness."""
 
+import copy
+import functools
 import os
 from typing import Any
 
@@ -9,6 +11,7 @@ import pytest
 import several_processes
 import torch
 
+import funcpar as fp
 from funcpar import tree
 
 # Processes, devices of each, rows of each.
@@ -36,17 +39,26 @@ def assert_close(found: Any, expected: Any, where: str, limit: float = 1e-12) ->
 @pytest.fixture(scope="module")
 def alone() -> dict[str, Any]:
     """What one process computes with one device, and with four."""
-    return {
-        "training": processes.values(several_processes.train, 1, 1, ALONE, STEPS)[0],
-        "training on 4": processes.values(several_processes.train, 1, 4, ALONE, STEPS)[0],
-        "results": processes.values(several_processes.results, 1, 1, ALONE)[0],
-        "shards": processes.values(several_processes.shards, 1, 4, ALONE)[0],
-    }
+    fp.set_cpu_devices(1)
+    found = {"training": several_processes.train(ALONE, STEPS), "results": several_processes.results(ALONE)}
+    fp.set_cpu_devices(4)
+    more = {"training on 4": several_processes.train(ALONE, STEPS), "shards": several_processes.shards(ALONE)}
+    return found | more
+
+
+@functools.cache
+def everything(count: int, devices: int, rows: tuple[int, ...]) -> list[dict[str, Any]]:
+    """What each process of a layout computes."""
+    return processes.values(several_processes.everything, count, devices, rows, STEPS)
+
+
+def each(what: str, *layout: Any) -> list[Any]:
+    return [theirs[what] for theirs in everything(*layout)]
 
 
 @every_layout
 def test_training_gives_the_numbers_of_one_process_and_of_one_device(alone, count, devices, rows):
-    found = processes.values(several_processes.train, count, devices, rows, STEPS)
+    found = each("training", count, devices, rows)
     for losses, params in found:
         for other in ("training", "training on 4"):
             assert_close(losses, alone[other][0], other, 1e-10)
@@ -61,7 +73,7 @@ STAY = ("rows", "grad of rows")
 @every_layout
 def test_values_and_derivatives_are_those_of_one_process(alone, count, devices, rows):
     expected = alone["results"]
-    found = processes.values(several_processes.results, count, devices, rows)
+    found = [copy.deepcopy(theirs) for theirs in each("results", count, devices, rows)]
     for name in STAY:
         assert_close(torch.cat([theirs.pop(name) for theirs in found]), expected[name], name)
     assert_close(torch.cat([theirs["several"].pop("b") for theirs in found]), expected["several"]["b"], "b")
@@ -79,7 +91,7 @@ def test_values_and_derivatives_are_those_of_one_process(alone, count, devices, 
 
 @every_layout
 def test_shards_know_the_axis_of_all_processes(alone, count, devices, rows):
-    found = processes.values(several_processes.shards, count, devices, rows)
+    found = each("shards", count, devices, rows)
     sizes = [max(1, min(devices, n)) for n in rows]
     total = sum(sizes)
     for process, (theirs, own) in enumerate(zip(found, rows, strict=True)):
@@ -97,8 +109,7 @@ def test_shards_know_the_axis_of_all_processes(alone, count, devices, rows):
 
 
 def test_every_shard_of_every_process_has_a_dropout_mask_of_its_own():
-    found = processes.values(several_processes.shards, 2, 2, (7, 6))
-    again = processes.values(several_processes.shards, 2, 2, (7, 6))
+    found, again = (each(name, *LAYOUTS["2 x 2"]) for name in ("shards", "shards again"))
     masks = [theirs["dropout"] for theirs in found]
     firsts = [masks[0][0], masks[0][4], masks[1][0], masks[1][3]]
     assert len({tuple(mask.tolist()) for mask in firsts}) == 4
@@ -110,8 +121,10 @@ def test_every_shard_of_every_process_has_a_dropout_mask_of_its_own():
     ("count", "sizes", "expected"),
     [
         (2, (4,), {"values": 63, "autograd": 44, "vjp": 44, "jvp": 17, "dual": 17}),
-        pytest.param(2, (2,), {"values": 34, "autograd": 25, "vjp": 25, "jvp": 6, "dual": 6}, marks=thorough),
-        (4, (4,), {"values": 63, "autograd": 44, "vjp": 44, "jvp": 17, "dual": 17}),
+        (2, (2,), {"values": 34, "autograd": 25, "vjp": 25, "jvp": 6, "dual": 6}),
+        pytest.param(
+            4, (4,), {"values": 63, "autograd": 44, "vjp": 44, "jvp": 17, "dual": 17}, marks=thorough
+        ),
     ],
     ids=["2 x 2", "2 x 1", "4 x 1"],
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import os
 import pickle
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 import torch
 
 import funcpar as fp
+from tests.cycles import settle
 
 
 def step(params, x):
@@ -241,7 +241,7 @@ def test_check_compares_a_function_that_is_donated_its_arguments():
 
 def peak(call) -> float:
     """Return how far the process's memory rose above where it was during a call, in MB."""
-    gc.collect()
+    settle()
     Path("/proc/self/clear_refs").write_text("5")  # Sets the peak back to what there is now.
     before = resident("VmRSS")
     call()

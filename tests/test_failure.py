@@ -1,7 +1,5 @@
 """What a shard raises reaches the caller as it is, with a note, and nothing is left behind."""
 
-import contextlib
-import gc
 import os
 import signal
 import sys
@@ -16,6 +14,7 @@ import pytest
 import torch
 
 import funcpar as fp
+from tests.cycles import no_cycle_collection
 
 LIMIT = 60.0
 ROWS = torch.arange(8.0)
@@ -220,16 +219,6 @@ def test_failure_in_the_backward_of_a_mapped_gradient_reaches_the_caller() -> No
     with pytest.raises(PairError, match=r"backward \(1\)") as caught:
         fp.pmap(fp.grad(loss))(torch.tensor(1.0), ROWS)
     assert caught.value.__notes__[0] == "raised in shard 1 of 4 on cpu[1], in pmap(loss)"
-
-
-@contextlib.contextmanager
-def no_cycle_collection() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 @pytest.mark.parametrize("ranks", [(0,), (2,), (1, 3), (0, 1, 2, 3)])

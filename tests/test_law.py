@@ -15,7 +15,7 @@ from tests.strategies import cases, device_lists, random_tensor
 from tests.test_tree import random_trees
 
 WIDE = (torch.float32, torch.float64)
-# Ten laws share the cases of the profile: 60 each, or 500 under thorough.
+# Ten laws share the cases of the profile: 30 each, or 500 under thorough.
 share = settings(max_examples=min(500, settings().max_examples))
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 0.05}
 

@@ -1,6 +1,5 @@
 """stage and prefetch: batches in order, made ahead, and nothing left behind."""
 
-import gc
 import os
 import signal
 import threading
@@ -13,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import funcpar as fp
 from funcpar import _prefetch
+from tests.cycles import no_cycle_collection
 
 LIMIT = 30
 
@@ -170,16 +170,12 @@ def test_an_exception_of_the_iterable_goes_when_nobody_has_it():
         yield 1
         raise Failure
 
-    gc.collect()
-    gc.disable()
-    try:
+    with no_cycle_collection():
         with pytest.raises(Failure) as caught:
             list(fp.prefetch(batches()))
         gone = weakref.ref(caught.value)
         del caught
         assert gone() is None
-    finally:
-        gc.enable()
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")

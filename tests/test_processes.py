@@ -37,3 +37,14 @@ def test_processes_report_how_each_ended():
 def test_a_process_that_hangs_is_ended_and_fails_the_test():
     with pytest.raises(AssertionError, match=r"processes \[0\] of 1 are still there"):
         processes.run(time.sleep, 1, 60, timeout=0.5)
+
+
+def test_a_program_ends_as_under_python(tmp_path):
+    path = tmp_path / "program.py"
+    path.write_text(
+        "import sys, warnings\nprint(sys.argv[1:])\nsys.argv[2:] and sys.exit(3)\nwarnings.warn('no')"
+    )
+    done = processes.program(str(path), "a", "b")
+    assert (done.returncode, done.stdout, done.stderr) == (3, "['a', 'b']\n", "")
+    done = processes.program(str(path), "a")
+    assert (done.returncode, done.stdout) == (1, "['a']\n") and "UserWarning: no" in done.stderr

@@ -2,7 +2,6 @@
 
 import argparse
 import functools
-import gc
 import threading
 import types
 import weakref
@@ -17,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from funcpar._functional import functionalize, functionalize_with_buffers, isolate
 from funcpar._shell import make_shell
+from tests.cycles import no_cycle_collection
 
 
 @pytest.fixture(autouse=True)
@@ -295,10 +295,6 @@ def test_containers_without_the_module_are_copied_and_cycles_left_alone() -> Non
 
 def test_shells_are_freed_without_a_collection() -> None:
     module = nn.Sequential(mlp(), cnn(), nn.LSTM(3, 3))
-    gc.collect()
-    gc.disable()
-    try:
+    with no_cycle_collection():
         shell = weakref.ref(make_shell(module, {}, {}).module)
         assert shell() is None
-    finally:
-        gc.enable()

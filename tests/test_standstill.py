@@ -1,7 +1,6 @@
 """Nothing is compiled while a shard runs, whoever compiles, and nobody waits for ever."""
 
 import os
-import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -212,9 +211,3 @@ def test_many_callers_with_different_signatures_get_right_numbers_and_one_graph_
     (mapped,) = (inner for inner in cells if hasattr(inner, "compilation"))
     assert len(mapped.compilation._graphs) == len(sizes)
     assert _standstill._state.running == 0
-
-
-def test_nothing_of_the_compiler_is_loaded_for_functions_that_are_not_compiled():
-    code = "import funcpar as fp, torch, sys; fp.pmap(lambda x: x, in_axes=0)(torch.ones(4)); " \
-        "sys.exit('torch._dynamo' in sys.modules)"  # fmt: skip
-    assert os.spawnv(os.P_WAIT, sys.executable, [sys.executable, "-c", code]) == 0

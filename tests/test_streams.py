@@ -14,6 +14,7 @@ import sys
 from functools import cache
 from pathlib import Path
 
+import processes
 import pytest
 import torch
 
@@ -39,11 +40,7 @@ SUMS = names_in("simulated_sums.py")
 
 @cache
 def run(*options: str) -> dict[str, dict]:
-    found = subprocess.run(
-        [sys.executable, str(TESTS / "simulated_run.py"), *options],
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, timeout=200, check=False,
-    )  # fmt: skip
+    found = processes.program(str(TESTS / "simulated_run.py"), *options)
     assert found.returncode == 0, found.stderr[-4000:]
     return json.loads(found.stdout)
 

@@ -1,6 +1,5 @@
 """Workers are named, few, persistent, thread-local in what they set, and keep nothing."""
 
-import contextlib
 import functools
 import gc
 import os
@@ -12,7 +11,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ import pytest
 import torch
 
 import funcpar as fp
+from tests.cycles import no_cycle_collection, settle
 
 LIMIT = 60.0
 THOROUGH = os.environ.get("HYPOTHESIS_PROFILE", "ci") == "thorough"
@@ -47,16 +47,6 @@ def comes_true(condition: Callable[[], bool], within: float = LIMIT) -> bool:
             return False
         time.sleep(0.002)
     return True
-
-
-@contextlib.contextmanager
-def no_cycle_collection() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 def test_threads_are_named_by_device_and_kept() -> None:
@@ -212,10 +202,10 @@ def test_many_calls_leave_threads_memory_and_files_flat() -> None:
             torch.autograd.grad(calls[2](leaf, ROWS), leaf)
 
     run(600)
-    gc.collect()
+    settle()
     before = figures()
     run(CALLS)
-    gc.collect()
+    settle()
     after = figures()
     print(f"{CALLS} calls: threads, RSS in KiB, files: {before} -> {after}")
     assert after[0] == before[0]
@@ -266,7 +256,7 @@ def test_dataset_may_call_pmap_in_a_loaders_workers() -> None:
 
 
 IDLE_EXIT = """
-import atexit, threading, time
+import atexit, sys, threading, time
 
 def last():  # Registered first, so it runs after what funcpar does at exit.
     names = [t.name for t in threading.enumerate() if t.name.startswith("funcpar")]
@@ -276,6 +266,7 @@ atexit.register(last)
 import torch, funcpar as fp
 fp.set_cpu_devices(4, threads_per_device=1)
 fp.pmap(lambda x: x + 1, in_axes=0)(torch.ones(8))
+print("compiler", "torch._dynamo" in sys.modules)
 start = time.monotonic()
 """
 EXIT_WITH_A_BUSY_WORKER = """
@@ -289,16 +280,27 @@ except KeyboardInterrupt:
 """
 
 
+@functools.cache
+def run(script: str) -> tuple[subprocess.CompletedProcess[str], float]:
+    """Run a script, and return what it printed and the seconds it took."""
+    start = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=LIMIT, check=False
+    )
+    return done, time.monotonic() - start
+
+
 @pytest.mark.parametrize(
     ("script", "shown"),
     [(IDLE_EXIT, r"ended in 0\.\d s, left \[\]"), (EXIT_WITH_A_BUSY_WORKER, "interrupted")],
     ids=["idle", "busy"],
 )
 def test_interpreter_ends_cleanly_and_soon(script: str, shown: str) -> None:
-    start = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=LIMIT, check=False
-    )
+    done, seconds = run(script)
     assert (done.returncode, done.stderr) == (0, "")
     assert re.search(shown, done.stdout)
-    assert time.monotonic() - start < 30
+    assert seconds < 30
+
+
+def test_nothing_of_the_compiler_is_loaded_for_functions_that_are_not_compiled() -> None:
+    assert "compiler False\n" in run(IDLE_EXIT)[0].stdout
