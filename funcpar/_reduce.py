@@ -33,8 +33,9 @@ def reduce_rows(rows: Sequence[Sequence[Gradient]]) -> list[Gradient]:
     # Of several tensors at once torch knows no sum that vmap, or a vectorized backward, can see into.
     plain = first and others and torch._C._functorch.peek_interpreter_stack() is None
     if plain and all(
-        _adds_to(one, row[k]) and not is_wrapped(row[k]) for row in rows for k, one in enumerate(first)
-    ):
+        grad is not None and not is_wrapped(grad) and _adds_to(first[k], grad)
+        for row in rows for k, grad in enumerate(row)
+    ):  # fmt: skip
         total: Any = first
         for row in others:
             total = torch._foreach_add(total, row)  # type: ignore[arg-type]
