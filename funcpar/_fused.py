@@ -131,7 +131,9 @@ class Fused:
 
     def _route(self, span: Span) -> Route:
         """Return how the gradients leave, found out once for all calls alike."""
-        route = self.routes.get(span.key)
+        # What a partial holds may be another tree in the next call, and is no part of the signature.
+        routes = self.routes if self.fun is self.gradient else {}
+        route = routes.get(span.key)
         if route is None:
             found: list[Any] = []
 
@@ -143,7 +145,7 @@ class Fused:
                 self.fun(*args, **kwargs)
             leaves, spec = found
             axes = self.axes(self.places(leaves, self.split.leaves[0]))
-            route = self.routes[span.key] = Route.of(
+            route = routes[span.key] = Route.of(
                 leaves, axes, spec.order(), self.frame.devices[0].torch_device
             )
         return route

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import itertools
 import operator
@@ -148,26 +147,25 @@ def _guarded(guards: Sequence[Any]) -> list[bool]:
 
 
 def _inductor(graph: Any, inputs: Sequence[Any]) -> Any:
-    # Torch's own random ops draw from the stream of the shard, and the same numbers as without compile=True.
-    patches = {"fallback_random": True}
     inductor = importlib.import_module("torch._inductor.compile_fx")  # Takes a second, so not before.
 
     def inner(aten: Any, *args: Any, **kwargs: Any) -> Any:
-        if any(
-            torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) for node in aten.graph.nodes
-        ):
-            raise _Draws
-        return inductor.compile_fx_inner(aten, *args, **kwargs)
+        # One call of C++ code does without the interpreter's lock, so that shards keep nobody waiting. But it
+        # calls kernels, and random ops are met on the way to them.
+        is_native = kwargs.get("cpp_wrapper", False) and not _draws(aten)
+        with inductor.config.patch(cpp_wrapper=is_native):
+            return inductor.compile_fx_inner(aten, *args, **kwargs | {"cpp_wrapper": is_native})
 
-    if all(given.is_cpu for given in inputs if isinstance(given, Tensor)):
-        # One call of C++ code, which does without the interpreter's lock, so that shards keep nobody waiting.
-        with contextlib.suppress(_Draws):  # It calls kernels, and random ops are met on the way to them.
-            return inductor.compile_fx(graph, inputs, inner, patches | {"cpp_wrapper": True})
-    return inductor.compile_fx(graph, inputs, config_patches=patches)
+    is_cpu = all(given.is_cpu for given in inputs if isinstance(given, Tensor))
+    # Torch's own random ops draw from the stream of the shard, and the same numbers as without compile=True.
+    return inductor.compile_fx(graph, inputs, inner, {"fallback_random": True, "cpp_wrapper": is_cpu})
 
 
-class _Draws(Exception):
-    """A graph draws random numbers."""
+def _draws(aten: Any) -> bool:
+    """Tell whether a graph, or one within it, calls a random op, or what is given one to call."""
+    graphs = [part.graph for part in aten.modules() if isinstance(part, torch.fx.GraphModule)]
+    called = [each for graph in graphs for node in graph.nodes for each in (node.target, *node.args)]
+    return any(torch.Tag.nondeterministic_seeded in getattr(each, "tags", ()) for each in called)
 
 
 def _functorch_config() -> Any:
@@ -183,7 +181,8 @@ def _setting() -> Any:
     # What torch has learned about 0-d float64 inputs of other graphs makes it lose writes to them in this
     # one, before anybody can refuse them.
     dynamo.symbolic_convert.TensorifyState.clear()
-    return dynamo.config.patch(trace_autograd_ops=True)
+    # By default dynamo takes the hooks of a module for what they were.
+    return dynamo.config.patch(trace_autograd_ops=True, skip_nnmodule_hook_guards=False)
 
 
 def _inputs_of(graph: Any) -> list[str]:

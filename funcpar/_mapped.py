@@ -196,10 +196,10 @@ class Mapped:
             }
 
         # The texts, the same in all processes, are long: this one knows them by what is quick to compare.
-        quick = (is_recorded, *(spec for _, spec in split.arguments), *(
+        quick = (is_recorded, *split.arguments, *(
+            None if axis is not None else
             (leaf.dtype, leaf.shape) if isinstance(leaf, Tensor) else described(leaf)
             for leaf, axis in zip(split.whole, split.axes, strict=True)
-            if axis is None
         ))  # fmt: skip
         signature = self.signatures.get(quick)
         if signature is None:

@@ -83,10 +83,10 @@ class _Source:
 
     __slots__ = ("_base", "_offset", "_parent")
 
-    def __init__(self, offset: int = 0) -> None:
+    def __init__(self, offset: int = 0, base: int | None = None) -> None:
         self._parent = _here.stream
         self._offset = offset
-        self._base: int | None = None
+        self._base = base
 
     def seed(self, rank: int) -> int:
         """Return the seed of shard `rank`, drawing the base seed of the call if no shard has done so yet."""
@@ -140,6 +140,10 @@ class Stream:
     def replay(self) -> "Stream":
         """Return a stream that draws this one's numbers again, from the first: for a shard run once more."""
         return Stream(self._source, self._rank)
+
+
+# Draws for nobody, and takes no number from anybody: for one thread at a time.
+nobodys = Stream(_Source(base=0), 0)
 
 
 def current() -> Stream | None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcpar._graph import Gradient
+from funcpar._graph import Gradient, is_wrapped
 
 # A leaf below this many entries is summed by one worker.
 _CHUNK = 1 << 15
@@ -30,9 +30,12 @@ def are_small(leaves: Iterable[Any]) -> bool:
 def reduce_rows(rows: Sequence[Sequence[Gradient]]) -> list[Gradient]:
     """Return the sum over shards of each gradient, in new memory: what is small is not worth more thought."""
     first, *others = rows
-    # Of several tensors at once torch knows no sum that vmap can see into.
+    # Of several tensors at once torch knows no sum that vmap, or a vectorized backward, can see into.
     plain = first and others and torch._C._functorch.peek_interpreter_stack() is None
-    if plain and all(_adds_to(one, row[k]) for row in others for k, one in enumerate(first)):
+    if plain and all(
+        grad is not None and not is_wrapped(grad) and _adds_to(first[k], grad)
+        for row in rows for k, grad in enumerate(row)
+    ):  # fmt: skip
         total: Any = first
         for row in others:
             total = torch._foreach_add(total, row)  # type: ignore[arg-type]

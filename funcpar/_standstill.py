@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from funcpar import _random
 from funcpar._errors import CollectiveTimeoutError, ShardAborted
 from funcpar._isolation import owned_clone
 from funcpar._limits import waiting_time
@@ -174,6 +175,7 @@ class CompileLock:
     def __init__(self, original: Any) -> None:
         self.original = original
         self._setting: Any = None
+        self._stream: _random.Stream | None = None
 
     @untraced
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
@@ -191,6 +193,10 @@ class CompileLock:
             _state.resume()
             raise
         _state.depth = 1
+        # Dynamo saves the random state and sets it back, for which a shard's stream would have to be seeded.
+        self._stream = _random.current()
+        if self._stream is not None:
+            _random.enter(_random.nobodys)
         return True
 
     @untraced
@@ -198,6 +204,7 @@ class CompileLock:
         """End the standstill."""
         _state.depth -= 1
         if _state.depth == 0:
+            _random.leave(self._stream)
             try:
                 self._setting.__exit__(None, None, None)
             finally:

@@ -72,7 +72,7 @@ class Pool:
         self.threads = threads
         self.lock = threading.Lock()
         self.workers: dict[tuple[str, int, int], Worker] = {}
-        self.idle: dict[tuple[str, int], list[Worker]] = {}
+        self.idle: dict[tuple[str, int, int], list[Worker]] = {}
         self.num_relieving = 0
 
     def submit(self, devices: Sequence[Device], jobs: Sequence[Job]) -> None:
@@ -92,7 +92,8 @@ class Pool:
         Somebody in a worker waits for it, so that in a queue it could come to wait for itself.
         """
         with self.lock:
-            idle = self.idle.setdefault((device.torch_device.type, device.rank), [])
+            key = (device.torch_device.type, device.rank, self.threads or device.threads)
+            idle = self.idle.setdefault(key, [])
             self.num_relieving += not idle
             worker = idle.pop() if idle else self._worker(device, -self.num_relieving)
 

@@ -189,6 +189,26 @@ def bytes_of_a_step() -> tuple[int, int]:
 
 
 @joined
+def calls_that_look_alike(rows: tuple[int, ...]) -> list[tuple[Any, Any]]:
+    """Return what calls give whose arguments have the same shapes, and what it is of all rows."""
+    x, _ = data()
+    w, scale = torch.ones(3, dtype=torch.float64), torch.tensor(2.0, dtype=torch.float64)
+    step = fp.value_and_grad(lambda w, a, b: ((a * b) @ w).square().mean(), argnums=(0, 1, 2))
+    held = {"w": w}
+    loss = fp.value_and_grad(lambda held, x: (x @ sum(held.values())).square().mean())
+    mapped, partial = fp.pmap(step), fp.pmap(functools.partial(loss, held), in_axes=0)
+    found = []
+    for _ in range(2):
+        (value, grads), (whole, of_whole) = mapped(w, scale, own(x, rows)), step(w, scale, x)
+        found.append(((value, grads), (whole, (*of_whole[:2], own(of_whole[2], rows)))))
+        (value, grads), (whole, of_whole) = mapped(w, own(x, rows), scale), step(w, x, scale)
+        found.append(((value, grads), (whole, (of_whole[0], own(of_whole[1], rows), of_whole[2]))))
+        found.append((partial(own(x, rows)), loss(held, x)))
+        held["another"] = torch.full((3,), 0.5, dtype=torch.float64)
+    return found
+
+
+@joined
 def broadcast() -> tuple[dict[str, Any], Tensor]:
     """Return what process 1 had, and what this one had."""
     index = fp.distributed.process_index()

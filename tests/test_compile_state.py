@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.utils import counters
+from torch.utils.checkpoint import checkpoint
 
 import funcpar as fp
 from funcpar import _graphs
@@ -177,11 +178,67 @@ def test_an_argument_in_the_results_is_that_object_with_and_without_compile(coun
                 assert torch.equal(aux["new"], WEIGHTS * 2) and aux["name"] == "aux"
 
 
+def test_what_is_compiled_first_takes_nothing_from_the_callers_generator():
+    for fun, compiled in ((lambda x: x * 2, True), (torch.compile(lambda x: x * 3, backend="eager"), False)):
+        before = torch.get_rng_state()
+        fp.pmap(fun, in_axes=0, devices=2, compile=compiled)(ROWS)
+        assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_hooks_that_come_and_go_are_noticed():
+    net = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1)).double()
+    apply, params = fp.functionalize(net)
+    mapped = fp.pmap(apply, devices=2, compile=True)
+    assert_close(mapped(params, ROWS), apply(params, ROWS))
+    for register in (net[0].register_forward_hook, net[1].register_forward_pre_hook):
+        handle = register(lambda module, given, out=None: given[0].sin() if out is None else out.cos())
+        assert_close(mapped(params, ROWS), apply(params, ROWS))
+        handle.remove()
+        assert_close(mapped(params, ROWS), apply(params, ROWS))
+
+
+class Noisy(torch.autograd.Function):
+    """Adds noise in backward alone."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * torch.rand_like(grad)
+
+
+LATE_DRAWS = {
+    "in backward": lambda w, x: Noisy.apply(x @ w).square().mean(),
+    "in a checkpoint": lambda w, x: checkpoint(
+        lambda: nn.functional.dropout((x @ w).sin(), 0.5).square(), use_reentrant=False
+    ).mean(),
+}
+
+
+@pytest.mark.skipif(not shutil.which("g++") and not shutil.which("clang++"), reason="needs a C++ compiler")
+@pytest.mark.filterwarnings("ignore")  # Torch's, while it traces.
+@pytest.mark.parametrize("name", LATE_DRAWS)
+def test_code_of_torchs_compiler_draws_in_graphs_of_a_backward_too(name, monkeypatch):
+    monkeypatch.setattr(_graphs, "BACKEND", _graphs._inductor)
+    found = []
+    for compiled in (False, True):
+        torch.manual_seed(5)
+        w = WEIGHTS.clone().requires_grad_()
+        out = fp.pmap(LATE_DRAWS[name], devices=2, compile=compiled)(w, ROWS)
+        found.append((out.detach(), torch.autograd.grad(out, w)))
+    assert_close(*found)
+
+
 DRAWS = {
     "bernoulli_": lambda x: torch.empty_like(x).bernoulli_(0.3),
     "dropout1d": lambda x: nn.functional.dropout1d(x[:, None], 0.5),
     "rand": lambda x: torch.rand(x.shape[0], 4),
     "multinomial": lambda x: torch.multinomial(x.abs(), 2),
+    "in a branch": lambda x: torch.cond(
+        x.sum() > -99, lambda x: torch.empty_like(x).bernoulli_(0.3), torch.sin, (x,)
+    ),
     "nothing": lambda x: x * 2,
 }
 

@@ -148,6 +148,13 @@ def test_a_process_sends_its_gradients_and_nothing_else():
         assert size < sent <= size + 9 * 8  # What rides behind them: the value, the weight, and the like.
 
 
+def test_gradients_leave_by_the_route_of_their_own_call():
+    # Which argument has the rows, and what a partial holds, tells calls apart as much as shapes do.
+    for theirs in processes.values(several_processes.calls_that_look_alike, 2, 2, (7, 6)):
+        for found, expected in theirs:
+            assert_close(found, expected, "a call that looks like another")
+
+
 def test_values_are_broadcast_from_one_process():
     for index, (found, given) in enumerate(processes.values(several_processes.broadcast, 3, 1)):
         assert torch.equal(found["w"], torch.full((2,), 1.0))

@@ -121,6 +121,13 @@ def test_shards_that_wait_for_each_other_out_of_sight_all_begin(apart):
     assert torch.equal(fp.pmap(body, in_axes=0)(X), X)
 
 
+def test_shards_handed_on_have_their_devices_number_of_threads(apart):
+    for count in (1, 2, 1):  # What was set for devices before must not stay with threads that wait for work.
+        fp.set_cpu_devices(4, threads_per_device=count)
+        out = fp.pmap(lambda x: (fp.psum(x.sum()), torch.get_num_threads())[1:], in_axes=0, out_axes="stack")
+        assert out(X)[0].tolist() == [count] * 4
+
+
 def test_callers_with_collectives_at_once_do_not_wait_for_each_other(monkeypatch):
     # One after another in one worker, a shard that waits is ahead of other calls in that worker, and would
     # be behind them in another's queue.

@@ -127,6 +127,16 @@ def test_a_leaf_that_only_some_shards_use_is_summed_over_those(devices):
         torch.testing.assert_close(found[name], torch.full((3,), float(entry), dtype=F64), rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("size", [3, BIG])
+def test_gradients_of_a_vectorized_backward_are_summed(devices, size):
+    w = torch.ones(size, dtype=F64, requires_grad=True)
+    out = fp.pmap(lambda p, x: x * p.sum() + p[0] ** 2)(w, random_tensor((7,), F64, 1))
+    rows = torch.eye(7, dtype=F64)
+    batched = torch.autograd.grad(out, w, rows, is_grads_batched=True, retain_graph=True)[0]
+    one_by_one = torch.stack([torch.autograd.grad(out, w, row, retain_graph=True)[0] for row in rows])
+    torch.testing.assert_close(batched, one_by_one, rtol=0, atol=1e-12)
+
+
 def test_the_sum_has_the_order_of_the_ranks(devices):
     x = torch.tensor([1e8, 1.0, -1e8, 1.0])[: len(devices)]
     expected = x[0].clone()
