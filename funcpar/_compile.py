@@ -133,7 +133,9 @@ class Compilation:
             args, kwargs = tree.map(recordable, (args, kwargs))
         factor = 1.0 if seed is None else seed()
         with torch.inference_mode(False), torch.no_grad():
-            value, aux, grads = graph(args, kwargs, _seed(factor))
+            # Not kept: it may belong to a mode of the user's.
+            start = torch.tensor(factor, dtype=torch.float64, device="cpu")
+            value, aux, grads = graph(args, kwargs, start)
         if factor == 0.0:  # What does not count has no gradient: 0 times 0/0 would be NaN.
             grads = [None] * len(grads)
         return gradient.evaluate_by(
@@ -181,11 +183,6 @@ def _refuse_compiled_gradient(call: str, fun: Any, gradient: GradientFunction) -
                 f"shards.\nMap {kind}(torch.compile({name})), or {gradient.call} with compile=True."
             )
         fun = inner
-
-
-@functools.lru_cache(64)
-def _seed(factor: float) -> Tensor:
-    return torch.tensor(factor, dtype=torch.float64)
 
 
 def _signature_of(split: Split) -> Hashable:

@@ -133,7 +133,8 @@ class Fused:
         """Return how the gradients leave, found out once for all calls alike."""
         # What a partial holds may be another tree in the next call, and is no part of the signature.
         routes = self.routes if self.fun is self.gradient else {}
-        route = routes.get(span.key)
+        key = span.key, self.split.form()
+        route = routes.get(key)
         if route is None:
             found: list[Any] = []
 
@@ -145,9 +146,7 @@ class Fused:
                 self.fun(*args, **kwargs)
             leaves, spec = found
             axes = self.axes(self.places(leaves, self.split.leaves[0]))
-            route = routes[span.key] = Route.of(
-                leaves, axes, spec.order(), self.frame.devices[0].torch_device
-            )
+            route = routes[key] = Route.of(leaves, axes, spec.order(), self.frame.devices[0].torch_device)
         return route
 
     def _answer(self, answers: list[list[Any]]) -> Any:

@@ -196,7 +196,7 @@ class Mapped:
             }
 
         # The texts, the same in all processes, are long: this one knows them by what is quick to compare.
-        quick = (is_recorded, *split.arguments, *(
+        quick = (is_recorded, split.form(), *(
             None if axis is not None else
             (leaf.dtype, leaf.shape) if isinstance(leaf, Tensor) else described(leaf)
             for leaf, axis in zip(split.whole, split.axes, strict=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import numbers
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -104,18 +104,34 @@ class Split:
         return self._memory
 
     def share(self, copied: Callable[[list[Any]], list[Any]]) -> None:
-        """Let every shard have copies of the replicated leaves in their place."""
-        places = [k for k, axis in enumerate(self.axes) if axis is None]
+        """Let every shard have copies of the replicated leaves in their place.
+
+        They are copied in the order of their names, which is the same in all processes.
+        """
+        names = [
+            (keyword or str(position), path)
+            for position, (keyword, spec) in enumerate(self.arguments)
+            for path in spec.paths()
+        ]
+        places = [k for k in sorted(range(len(names)), key=names.__getitem__) if self.axes[k] is None]
         for leaves in self.leaves[:1]:
             for k, leaf in zip(places, copied([leaves[k] for k in places]), strict=True):
                 for other in self.leaves:
                     other[k] = leaf
+
+    def form(self) -> Hashable:
+        """Return the structure of the arguments, and the order of keys, in which their leaves come."""
+        return tuple((keyword, spec, _keys_of(spec)) for keyword, spec in self.arguments)
 
     def undivided(self) -> Split:
         """Return the same call as one shard."""
         rows = None if self.rows is None else [sum(self.rows)]
         whole = [leaf.gather() if isinstance(leaf, Shards) else leaf for leaf in self.whole]
         return Split(self.devices[:1], rows, [whole], self.axes, self.arguments, whole)
+
+
+def _keys_of(spec: tree.Spec) -> Hashable:
+    return spec.keys if spec.is_flat else (spec.keys, *map(_keys_of, spec.children))
 
 
 def cut(leaves: list[Any], axes: list[int | None], sizes: list[int]) -> list[list[Any]]:

@@ -209,6 +209,22 @@ def calls_that_look_alike(rows: tuple[int, ...]) -> list[tuple[Any, Any]]:
 
 
 @joined
+def orders_of_keys(rows: tuple[int, ...]) -> list[Any]:
+    """Return gradients of a dict whose keys come in another order in the second call of one process."""
+    x, _ = data()
+    loss = lambda p, x: ((x @ p["a"]) * (x @ p["b"]).sin() + (x @ p["c"]) ** 2).mean()
+    step, forward, found = fp.pmap(fp.grad(loss)), fp.pmap(loss), []
+    for call in range(3):
+        keys = "cba" if call == 1 and fp.distributed.process_index() else "abc"
+        params = {key: torch.full((3,), 1.0 + ord(key) % 7, dtype=torch.float64) for key in keys}
+        found.append(step(params, own(x, rows)))
+        stands = {key: param.clone().requires_grad_() for key, param in params.items()}
+        forward(stands, own(x, rows)).backward()
+        found += [{key: stand.grad for key, stand in stands.items()}, fp.grad(loss)(params, x)]
+    return found
+
+
+@joined
 def broadcast() -> tuple[dict[str, Any], Tensor]:
     """Return what process 1 had, and what this one had."""
     index = fp.distributed.process_index()

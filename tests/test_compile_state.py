@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.utils import counters
+from torch._subclasses import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import funcpar as fp
@@ -183,6 +184,18 @@ def test_what_is_compiled_first_takes_nothing_from_the_callers_generator():
         before = torch.get_rng_state()
         fp.pmap(fun, in_axes=0, devices=2, compile=compiled)(ROWS)
         assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_nothing_of_a_mode_stays_with_later_calls():
+    gradient = fp.value_and_grad(lambda w, x: (x @ w).square().mean())
+    mapped = fp.pmap(gradient, devices=2, compile=True)
+    with torch.device("meta"):  # Where new tensors are made there.
+        assert_close(mapped(WEIGHTS, ROWS), gradient(WEIGHTS, ROWS))
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        mapped(WEIGHTS, ROWS)
+    value, grad = mapped(WEIGHTS, ROWS)
+    assert type(value) is type(grad) is torch.Tensor
+    assert_close((value, grad), gradient(WEIGHTS, ROWS))
 
 
 def test_hooks_that_come_and_go_are_noticed():

@@ -155,6 +155,13 @@ def test_gradients_leave_by_the_route_of_their_own_call():
             assert_close(found, expected, "a call that looks like another")
 
 
+def test_gradients_are_summed_by_name_whatever_the_order_of_keys():
+    for found in processes.values(several_processes.orders_of_keys, 2, 2, (7, 6)):
+        for step, backward, expected in zip(found[::3], found[1::3], found[2::3], strict=True):
+            assert_close(step, expected, "step")
+            assert_close(backward, expected, "backward")
+
+
 def test_values_are_broadcast_from_one_process():
     for index, (found, given) in enumerate(processes.values(several_processes.broadcast, 3, 1)):
         assert torch.equal(found["w"], torch.full((2,), 1.0))
