@@ -18,7 +18,7 @@ from processes import free_port
 import funcpar as fp
 
 PROGRAM = Path(__file__).parent.parent / "examples" / "several_processes.py"
-LIMIT = 120
+LIMIT = 40
 thorough = pytest.mark.skipif(os.environ.get("HYPOTHESIS_PROFILE") != "thorough", reason="a long campaign")
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 ENVIRONMENT = {
@@ -80,22 +80,18 @@ def training(folder: Path, crash_at: int = -1) -> list[str]:
     return [str(program), str(folder / "state.pt"), str(crash_at)]
 
 
-def on_two_nodes(folder: Path, *options: list[str], crash_at: int = -1) -> str:
-    """Return what the agents of two nodes with one process each write."""
-    launch = [*TORCHRUN, "--nnodes", "2", "--nproc-per-node", "1"]
-    return "".join(finish(*([*launch, *more, *training(folder, crash_at)] for more in options)))
-
-
-def test_after_a_crash_two_nodes_end_with_the_parameters_of_one_process(tmp_path):
-    meet = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--rdzv-id", "this"]
-    text = on_two_nodes(tmp_path, *2 * [[*meet, "--max-restarts", "1"]], crash_at=4)
+def test_after_a_crash_torchrun_ends_with_the_parameters_of_one_process(tmp_path):
+    launch = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
+    (text,) = finish([*launch, *training(tmp_path, crash_at=4)])
     assert len(re.findall(rf"2 processes: steps [1-4] to 6, w {ALONE}", text)) == 2, text
 
 
-@thorough
 def test_two_nodes_that_are_numbered_end_with_the_parameters_of_one_process(tmp_path):
-    meet = ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
-    text = on_two_nodes(tmp_path, *([*meet, "--node-rank", str(node)] for node in range(2)))
+    launch = [*TORCHRUN, "--nnodes", "2", "--nproc-per-node", "1", "--master-addr", "127.0.0.1"]
+    port, program = str(free_port()), training(tmp_path)
+    text = "".join(
+        finish(*([*launch, "--master-port", port, "--node-rank", str(node), *program] for node in range(2)))
+    )
     assert text.count(f"2 processes: steps 0 to 6, w {ALONE}") == 2, text
 
 
