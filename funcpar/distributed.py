@@ -10,6 +10,7 @@ passes its own rows, and the same replicated arguments.
 
 from __future__ import annotations
 
+import atexit
 import os
 from typing import Any
 
@@ -89,12 +90,14 @@ def initialize(
     tensors = dist.new_group(timeout=timeout_of(seconds)) if has_accelerator() else words
     _link = Link(words, tensors, seconds)
     keep_freed()
+    # Torch's own groups abort the process now and then if they are left to the interpreter's end.
+    atexit.register(shutdown)
 
 
 def shutdown() -> None:
     """Leave the other processes; whoever waits for this one then is told. Pmaps keep to this process.
 
-    A process group that the user made stays.
+    A process group that the user made stays. At the end of the program this is done if it was not before.
 
     Example:
         >>> import funcpar as fp
@@ -104,6 +107,7 @@ def shutdown() -> None:
         ``jax.distributed.shutdown``.
     """
     global _link, _is_ours
+    atexit.unregister(shutdown)
     link, _link = _link, None
     if link is not None:
         link.close("shutdown()")
