@@ -13,10 +13,11 @@ from collections.abc import Hashable
 
 # Calls that take longer, in seconds, are worth all cores.
 _LONG = 0.004
-# So many of the latest calls of either kind count, the fastest of them.
+# A way is tried in so many calls in a row, the first of which are slow; of the latest the fastest counts.
+_TRIED = 8
 _LATEST = 5
 # Every so many calls the other way is tried again.
-_AGAIN = 64
+_AGAIN = 256
 # So many kinds of calls are kept apart.
 _MANY = 64
 
@@ -41,13 +42,14 @@ class Pace:
 
     def is_together(self) -> bool:
         """Tell whether the shards of the next call should run at the same time."""
+        number = self._calls
         self._calls += 1
-        if len(self._together) < _LATEST or min(self._together) > _LONG:
+        if number < _TRIED or min(self._together, default=0.0) > _LONG:
             return True
-        if len(self._apart) < _LATEST:
+        if number < 2 * _TRIED or len(self._apart) < _LATEST:
             return False
-        together = min(self._together) <= min(self._apart)
-        return together if self._calls % _AGAIN else not together
+        together = min(self._together, default=0.0) <= min(self._apart)
+        return together if number % _AGAIN >= _TRIED else not together
 
     def took(self, together: bool, seconds: float) -> None:
         """Take note of a call."""

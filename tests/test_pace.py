@@ -46,9 +46,9 @@ def paced(together: float, apart: float, calls: int) -> list[bool]:
 def test_a_pace_tries_both_ways_and_keeps_the_faster_one():
     for together, apart in ((0.001, 0.002), (0.002, 0.001)):
         ways = paced(together, apart, 640)
-        assert ways[:10] == [True] * 5 + [False] * 5
+        assert ways[:16] == [True] * 8 + [False] * 8
         faster = together < apart
-        assert ways[10:].count(not faster) == 10  # Every 64th call, to notice that things have changed.
+        assert ways[16:].count(not faster) == 16  # Eight in a row, to notice that things have changed.
 
 
 def test_a_pace_follows_what_changes():
