@@ -50,7 +50,7 @@ def finish(*programs: list[str]) -> list[str]:
     return texts
 
 
-# Steps with checkpoints, as the example takes them, without what takes seconds to import; nobody calls shutdown().
+# Steps with checkpoints, as the example takes them, without slow imports; nobody calls shutdown().
 TRAINING = """
 import os, signal, sys, torch, funcpar as fp
 path, crash_at = sys.argv[1], int(sys.argv[2])
