@@ -135,6 +135,7 @@ class Group:
             ReplicaMismatchError: Another shard makes another call, or has returned.
             CollectiveTimeoutError: A shard did not come in time.
             ShardAborted: Another shard failed.
+            NotImplementedError: Several accelerators here would exchange with other processes.
         """
         if self.num_here == 1:
             return [value] if self.span is None or across is None else across(self.span, call, [value])
@@ -145,9 +146,14 @@ class Group:
                 f"another shard, and cannot meet.\nMake the call outside of the shard."
             )
         if self.ordered:
+            if self.span is not None and across is not None:  # Nobody would order their streams.
+                raise NotImplementedError(
+                    f"{call}: over processes that have several accelerators each, shards cannot exchange "
+                    f"values.\nStart one process per accelerator (torchrun --nproc-per-node), or keep the axis "
+                    f'here with processes="local".'
+                )
             marked = value, _streams.mark()
-            values = _streams.meet(self._exchange(rank, call, marked, limited, None), rank)
-            return values if across is None else self._exchange(rank, call, values[rank], limited, across)
+            return _streams.meet(self._exchange(rank, call, marked, limited, None), rank)
         return self._exchange(rank, call, value, limited, across)
 
     def _exchange(self, rank: int, call: Call, value: Any, limited: bool, across: Across | None) -> list[Any]:

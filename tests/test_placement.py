@@ -14,6 +14,8 @@ from funcpar import _streams, _workers
 from funcpar._ahead import Ahead
 from funcpar._allreduce import sum_over_shards
 from funcpar._devices import Device
+from funcpar._group import Group, Shard
+from funcpar._request import Call
 
 
 class OneOpAtATime(FakeTensorMode):
@@ -198,3 +200,13 @@ def test_staged_trees_and_prefetched_batches_come_to_each_shard():
 def test_a_function_that_mixes_devices_fails_so_the_tests_above_can():
     with pytest.raises(RuntimeError, match="same device"):
         fp.pmap(lambda x: x + torch.zeros(3, device="cuda:0"), in_axes=0)(torch.randn(6, 3))
+
+
+def test_an_exchange_over_processes_with_several_accelerators_each_is_refused():
+    # Streams of what one shard brings would not be ordered with those of the shard that talks to the others.
+    group = Group("rows", 2, span=object(), ordered=True)
+    shard = Shard(group, 0, Device(0, torch.device("cuda", 0)))
+    with pytest.raises(
+        NotImplementedError, match=r"psum at here: over processes .*\nStart one process per accelerator"
+    ):
+        group.exchange(shard, Call("psum", None, "here"), torch.ones(()), across=lambda *_: [])
