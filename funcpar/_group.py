@@ -149,8 +149,8 @@ class Group:
             if self.span is not None and across is not None:  # Nobody would order their streams.
                 raise NotImplementedError(
                     f"{call}: over processes that have several accelerators each, shards cannot exchange "
-                    f"values.\nStart one process per accelerator (torchrun --nproc-per-node), or keep the axis "
-                    f'here with processes="local".'
+                    f"values.\nStart one process per accelerator (torchrun --nproc-per-node), or keep the "
+                    f'axis here with processes="local".'
                 )
             marked = value, _streams.mark()
             return _streams.meet(self._exchange(rank, call, marked, limited, None), rank)
