@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from funcpar._closure import computed_tensors
+from funcpar._exchange import refuse_foreign
 from funcpar._graph import closed_over, reach
 
 
@@ -25,8 +26,10 @@ def depended_on(
     A tensor that was computed outside is an input like a leaf, if it is found in the function;
     otherwise the nodes that made it look like the shard's own, up to leaves further out.
     """
-    if not outs or not closed_over(outs, ins):
+    leaves = closed_over(outs, ins) if outs else []
+    if not leaves:
         return [], set(), set()
+    refuse_foreign(leaves)
     computed = computed_tensors(funs)
     nodes, _ = reach(outs, [*ins, *computed])
     below = {node for each in nodes for node, _ in each.next_functions}

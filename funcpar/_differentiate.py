@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from funcpar import tree
-from funcpar._exchange import complete, keep, recording
+from funcpar._exchange import complete, keep, recording, refuse_foreign, stand_in
 from funcpar._graph import ROOT, Gradient, GradientHook, backward, closed_over, refuse_hidden
 from funcpar._world import in_dual_level
 
@@ -30,6 +30,7 @@ def by_autograd(
     joined = dual or (outer and any(leaf.requires_grad for leaf in leaves))
     with _recorded_graph(outer), recording() as tokens:
         stands = [_stand_in(leaf, joined, dual) for leaf in leaves]
+        stand_in(stands)
         value, aux = call(*stands)
         results = [value]
         if aux is not None:
@@ -37,7 +38,10 @@ def by_autograd(
             passed = {id(stand): leaf for stand, leaf in zip(stands, leaves, strict=True)}
             aux = tree.map(lambda leaf: passed.get(id(leaf), leaf), aux)
             results += filter(_has_graph, tree.leaves(aux))
-        joined = joined or (outer and bool(closed_over(results, stands)))
+        if not joined:
+            others = closed_over(results, stands)
+            refuse_foreign(others)
+            joined = outer and bool(others)
         if not joined and any(hooks):
             _register(value, zip(stands, hooks, strict=True))
         grads = _backward(value, stands, seed, tokens, joined)

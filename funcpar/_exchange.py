@@ -24,7 +24,7 @@ from torch.autograd import forward_ad
 
 from funcpar._across import gathered
 from funcpar._graph import ROOT, Gradient, apply, is_smooth, is_wrapped, reach
-from funcpar._group import Shard, everyones, find, live
+from funcpar._group import Shard, current, everyones, find, live
 from funcpar._maps import Extremum, Map
 from funcpar._meeting import here_too, meet
 from funcpar._request import Call, Request, call_site
@@ -60,6 +60,31 @@ def keep(tokens: list[Gradient]) -> None:
     """Hand the tokens of an inner graph that lives on to the graph around it."""
     if _here.tokens is not None:
         _here.tokens += tokens
+
+
+def stand_in(stands: Sequence[Tensor]) -> None:
+    """Note what this shard works on in the place of arguments."""
+    shard = current()
+    if shard is not None and shard.group.num_here > 1:
+        shard.group.stand_ins.append((shard.place, stands))
+
+
+def refuse_foreign(leaves: Sequence[Tensor]) -> None:
+    """Refuse leaves of this shard's graph that stand for another shard's arguments.
+
+    Raises:
+        ValueError: There are some: their gradient would get lost.
+    """
+    shard = current()
+    if shard is None or not leaves:
+        return
+    for place, stands in shard.group.stand_ins:
+        if place != shard.place and any(leaf is one for leaf in leaves for one in stands):
+            raise ValueError(
+                f"shard {shard.rank} uses a tensor that another shard has computed, and left in an attribute "
+                f"or a global, where its gradient would get lost.\nReturn it, exchange it with fp.psum or "
+                f"fp.all_gather, or call a module that keeps something on itself through fp.functionalize."
+            )
 
 
 def complete(outs: Sequence[Tensor], tokens: Sequence[Gradient]) -> list[Tensor]:

@@ -72,9 +72,8 @@ class Group:
         num_here: Number of shards of this process.
         span: How the axis goes on in other processes, None if it does not.
         serial: The shards run one after another in one thread, so they cannot meet.
-        levels: How many torch.func transforms surround the call; None if it is not transformed, nor
-            under a dual level. If it is, the shards share the caller's graph.
-        presence: Is told when a shard waits for the others.
+        levels: How many torch.func transforms or dual levels surround the call, and its one graph; or None.
+        stand_ins: What the shards here work on in the place of arguments, each with the shard's place.
         ordered: Whether shards that meet must also be ordered on their accelerators.
     """
 
@@ -95,6 +94,7 @@ class Group:
         self.levels = levels
         self.span = span
         self.ordered = ordered
+        self.stand_ins: list[tuple[int, Sequence[Any]]] = []
         self._weights = weights
         self._presence = presence
         self._lock = _thread.allocate_lock()

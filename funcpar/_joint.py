@@ -23,7 +23,7 @@ from torch import Tensor
 from funcpar import _streams
 from funcpar._allreduce import sum_over_shards
 from funcpar._depends import check_closed_over, depended_on, sequence_number
-from funcpar._exchange import recording
+from funcpar._exchange import recording, stand_in
 from funcpar._frame import Frame
 from funcpar._graph import Gradient, apply
 from funcpar._group import current
@@ -169,6 +169,7 @@ def _on_stand_ins(
         if source not in stands:
             stands[source] = leaves[k].detach().requires_grad_()
         given[k] = stands[source]
+    stand_in(list(stands.values()))
     start = sequence_number()
     with recording() as tokens:
         answer = body(given)

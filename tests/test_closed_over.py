@@ -237,3 +237,22 @@ def test_what_torch_pytest_and_funcpar_name_in_their_own_modules_is_not_searched
     found = list(_closure._reached([fun]))
     assert any(item is h for item in found)
     assert len(found) < 100
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_a_tensor_that_another_shard_has_computed_is_refused(recorded):
+    # Its graph ends at what stands for that shard's arguments, and nobody would hand its gradient on.
+    def body(w, x):
+        kept["h"] = h = (x @ w).sum()
+        fp.psum(torch.zeros(()))  # Now all shards have left theirs.
+        return h + kept["h"]
+
+    kept: dict[str, torch.Tensor] = {}
+    w, x = torch.ones(3), torch.arange(12.0).reshape(4, 3)
+    message = r"another shard has computed, and left in an attribute .*\nReturn it, exchange it"
+    with torch.set_grad_enabled(recorded), pytest.raises(ValueError, match=message):
+        fp.pmap(fp.grad(body), devices=2)(w, x)
+    with pytest.raises(ValueError, match=message):
+        fp.pmap(body, devices=2)(w.requires_grad_(), x)
+    with torch.no_grad():
+        fp.pmap(body, devices=2)(w, x)  # No gradient is lost.
