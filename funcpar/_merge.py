@@ -91,7 +91,7 @@ class Merge:
         columns = zip(*(tree.leaves(out) for out in outs), strict=False)
         for path, column in zip(tree.flatten(outs[0])[1].paths("output"), columns, strict=False):
             tensors = len(column) > 1 and all(isinstance(leaf, Tensor) for leaf in column)
-            if tensors and not same_object(column) and self._follows_rows(column) and all_equal(column):
+            if tensors and not same_object(column) and self._follows_rows(column, path) and all_equal(column):
                 raise ValueError(
                     f"{self.call}: {path} is equal on all shards and has the shape of rows, so that it "
                     f"cannot be told whether code around the gradient function made it of a whole gradient.\n"
@@ -176,7 +176,7 @@ class Merge:
         if all(isinstance(leaf, Tensor) for leaf in column) and (alone or not same_object(column)):
             if all(leaf.dim() == 0 and is_smooth(leaf) for leaf in column):
                 return "mean"
-            if self._follows_rows(column):
+            if self._follows_rows(column, path):
                 return 0
         if not all_equal(column, path, self.checked):
             shapes = ", ".join(kind(leaf) for leaf in column)
@@ -191,18 +191,24 @@ class Merge:
             )
         return None
 
-    def _follows_rows(self, column: Sequence[Tensor]) -> bool:
+    def _follows_rows(self, column: Sequence[Tensor], path: str) -> bool:
         rows = self.split.rows
         if rows is None or any(leaf.dim() == 0 for leaf in column):
             return False
-        axes = {axis for axis in self.split.axes if axis is not None}
-        for axis in axes if 0 not in axes else ():
-            if all(leaf.dim() > axis and leaf.shape[axis] == n for leaf, n in zip(column, rows, strict=True)):
-                return False  # The rows may as well be where they were split.
         sizes = [leaf.shape[0] for leaf in column]
         total = sum(rows)
         factor = sum(sizes) // total if total else 1
-        return factor > 0 and sizes == [factor * n for n in rows]
+        if factor < 1 or sizes != [factor * n for n in rows]:
+            return False
+        axes = {axis for axis in self.split.axes if axis is not None}
+        for axis in axes if 0 not in axes and len(rows) > 1 else ():
+            if all(leaf.dim() > axis and leaf.shape[axis] == n for leaf, n in zip(column, rows, strict=True)):
+                raise ValueError(
+                    f"{self.call}: {path} may have its rows along dimension 0 or along dimension {axis}, "
+                    f"where they were split: {', '.join(map(kind, column))}.\nSay which with out_axes=0 or "
+                    f"out_axes={axis}; None promises that all shards agree."
+                )
+        return True
 
     def _joined(self, dim: int, column: list[Any], path: str) -> Any:
         check_tensors(self.call, column, path, f"out_axes={dim}", alike=False)

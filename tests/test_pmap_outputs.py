@@ -237,3 +237,15 @@ def test_results_own_their_storage(devices, spec, fun, requires_grad):
     if out.requires_grad:
         out.sum().backward()
         assert w.grad.abs().sum() > 0
+
+
+def test_rows_that_may_be_along_two_dimensions_are_refused_also_where_shards_agree():
+    # Eight rows along dimension 1, two per shard: each shard's own 2 x 2 zeros look like a promise kept.
+    call = fp.pmap(lambda w, x: torch.zeros(x.shape[1], 2), in_axes=(None, 1), devices=4)
+    message = (
+        r"may have its rows along dimension 0 or along dimension 1.*\nSay which with out_axes=0 or out_axes=1"
+    )
+    with pytest.raises(ValueError, match=message):
+        call(torch.ones(1), torch.ones(1, 8))
+    joined = fp.pmap(lambda w, x: torch.zeros(x.shape[1], 2), in_axes=(None, 1), out_axes=0, devices=4)
+    assert joined(torch.ones(1), torch.ones(1, 8)).shape == (8, 2)
