@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 import warnings
 import weakref
 from collections.abc import Callable
@@ -224,14 +225,18 @@ def test_forked_child_has_workers_of_its_own_with_one_thread_each() -> None:
     if child == 0:
         try:
             got = step(torch.tensor(2.0), ROWS)
-            answer = (got.tolist(), shards_see(torch.get_num_threads, fp.devices()))
-            os.write(sender, pickle.dumps(answer))
-        finally:
-            os._exit(0)
+            answer: Any = (got.tolist(), shards_see(torch.get_num_threads, fp.devices()))
+        except BaseException:
+            answer = traceback.format_exc()
+        os.write(sender, pickle.dumps(answer))
+        os._exit(0)
     os.close(sender)
     with open(receiver, "rb") as pipe:
-        got, threads = pickle.load(pipe)
-    os.waitpid(child, 0)
+        said = pipe.read()
+    assert os.waitpid(child, 0)[1] == 0
+    answer = pickle.loads(said)
+    assert isinstance(answer, tuple), answer
+    got, threads = answer
     assert got == want.tolist()
     assert threads == [1, 1]
     assert shards_see(torch.get_num_threads, fp.devices()) == [2, 2]
