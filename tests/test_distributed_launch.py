@@ -86,6 +86,14 @@ def test_after_a_crash_torchrun_ends_with_the_parameters_of_one_process(tmp_path
     assert len(re.findall(rf"2 processes: steps [1-4] to 6, w {ALONE}", text)) == 2, text
 
 
+@thorough
+def test_after_a_crash_two_nodes_end_with_the_parameters_of_one_process(tmp_path):
+    meet = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--rdzv-id", "this"]
+    launch = [*TORCHRUN, "--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "1", *meet]
+    text = "".join(finish(*2 * [[*launch, *training(tmp_path, crash_at=4)]]))
+    assert len(re.findall(rf"2 processes: steps [1-4] to 6, w {ALONE}", text)) == 2, text
+
+
 def test_two_nodes_that_are_numbered_end_with_the_parameters_of_one_process(tmp_path):
     launch = [*TORCHRUN, "--nnodes", "2", "--nproc-per-node", "1", "--master-addr", "127.0.0.1"]
     port, program = str(free_port()), training(tmp_path)
