@@ -213,11 +213,11 @@ class Overlap:
         code = zlib.crc32(call.encode() + signature + str(self._span.link.turn).encode())
         marks = [float(code // _MARKS**k % _MARKS + 1) for k in range(_NUM_MARKS)]
         head = 0.0 if value is None or not value.is_cpu else value.item()
-        tail = torch.tensor([head, weight, failed, *marks, *(mark * mark for mark in marks)], dtype=dtype)
+        numbers = [head, weight, failed, *marks, *(mark * mark for mark in marks)]
+        tail = torch.tensor(numbers, dtype=dtype).to(device)
         if value is not None and not value.is_cpu:  # Without a wait for it.
-            tail = tail.to(device)
             tail[0] = value
-        self._sums.put(len(self._route.places), tail.to(device), reusable=True)
+        self._sums.put(len(self._route.places), tail, reusable=True)
 
     def _refuse(self) -> NoReturn:
         self._span.open()

@@ -44,11 +44,12 @@ class Pace:
         """Tell whether the shards of the next call should run at the same time."""
         number = self._calls
         self._calls += 1
-        if number < _TRIED or min(self._together, default=0.0) > _LONG:
+        fastest = min(self._together, default=0.0)
+        if number < _TRIED or fastest > _LONG:
             return True
         if number < 2 * _TRIED or len(self._apart) < _LATEST:
             return False
-        together = min(self._together, default=0.0) <= min(self._apart)
+        together = fastest <= min(self._apart)
         return together if number % _AGAIN >= _TRIED else not together
 
     def took(self, together: bool, seconds: float) -> None:

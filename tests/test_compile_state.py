@@ -18,6 +18,11 @@ from funcpar import _graphs
 THOROUGH = os.environ.get("HYPOTHESIS_PROFILE", "ci") == "thorough"
 
 
+needs_compiler = pytest.mark.skipif(
+    not shutil.which("g++") and not shutil.which("clang++"), reason="needs a C++ compiler"
+)
+
+
 @pytest.fixture(autouse=True)
 def _traced_only(monkeypatch):
     torch.compiler.reset()
@@ -230,7 +235,7 @@ LATE_DRAWS = {
 }
 
 
-@pytest.mark.skipif(not shutil.which("g++") and not shutil.which("clang++"), reason="needs a C++ compiler")
+@needs_compiler
 @pytest.mark.filterwarnings("ignore")  # Torch's, while it traces.
 @pytest.mark.parametrize("name", LATE_DRAWS)
 def test_code_of_torchs_compiler_draws_in_graphs_of_a_backward_too(name, monkeypatch):
@@ -256,7 +261,7 @@ DRAWS = {
 }
 
 
-@pytest.mark.skipif(not shutil.which("g++") and not shutil.which("clang++"), reason="needs a C++ compiler")
+@needs_compiler
 @pytest.mark.parametrize("name", DRAWS)
 def test_code_of_torchs_compiler_draws_what_its_ops_draw(name, monkeypatch):
     # Its C++ code calls some random kernels past the place where a shard's stream is handed in.
