@@ -12,17 +12,18 @@ from __future__ import annotations
 import functools
 import sys
 import warnings
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from funcpar import _graphs, tree
+from funcpar import _steps, tree
+from funcpar._bundle import SHORT, Args, Bundle, Kwargs, seconds_of
 from funcpar._closure import holds_compiled
 from funcpar._differentiate import Seed, recordable
-from funcpar._grad import Evaluation, GradientFunction
+from funcpar._grad import Evaluation, GradientFunction, is_differentiable
 from funcpar._graphs import Graph
 from funcpar._split import Split
 from funcpar._standstill import num_compiled
@@ -32,26 +33,47 @@ from funcpar._world import autocast_states, is_transformed, num_levels
 _MANY = 16
 
 
+@dataclass(slots=True)
+class Kind:
+    """What is compiled for calls of one signature.
+
+    Attributes:
+        graphs: The graph of a shard, by its rows.
+        bundles: The graph of all shards, by the rows of each and the intra-op threads of the caller.
+        known: Rows of shards that have been called.
+        seconds: How long the graph of a shard takes, by its rows.
+    """
+
+    graphs: dict[int, Graph] = field(default_factory=dict)
+    bundles: dict[Hashable, Bundle] = field(default_factory=dict)
+    known: set[int] = field(default_factory=set)
+    seconds: dict[int, float] = field(default_factory=dict)
+
+    def seconds_of(self, rows: int) -> float:
+        """Return how long a shard of so many rows takes at most, infinity if it is not known."""
+        return min((time for n, time in self.seconds.items() if n >= rows), default=float("inf"))
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """How one call is compiled.
 
     Attributes:
-        signature: What the graphs of all shards have in common; None if nothing is compiled.
+        kind: What there is for the signature of the call.
         rows: Rows of each shard, which their graphs differ in.
         takes_turns: Whether something is likely to be compiled.
         before: How much had been compiled when the call began.
         recorded: Whether the caller records a graph.
     """
 
-    signature: Hashable
+    kind: Kind
     rows: tuple[int, ...]
     takes_turns: bool
     before: int
     recorded: bool
 
 
-_NOTHING = Plan(None, (), False, 0, False)
+_NOTHING = Plan(Kind(), (), False, 0, False)
 
 
 class Compilation:
@@ -76,8 +98,7 @@ class Compilation:
         self.fun = fun
         self.gradient = gradient
         self.wanted = wanted
-        self._graphs: dict[Hashable, Graph] = {}
-        self._known: set[Hashable] = set()
+        self._kinds: dict[Hashable, Kind] = {}
         self._compiles: bool | None = True if wanted else None
         self._settled = False
 
@@ -95,18 +116,21 @@ class Compilation:
         if self.wanted:
             self._check(split, name_of)
         signature = _signature_of(split)
+        kind = self._kinds.get(signature)
+        if kind is None:  # Two threads that come at once get one.
+            kind = self._kinds.setdefault(signature, Kind())
         rows = tuple(split.rows or (0,) * len(split.devices))
-        new = not self._settled and any((signature, n) not in self._known for n in rows)
-        return Plan(signature, rows, new, num_compiled(), torch.is_grad_enabled())
+        new = not self._settled and not kind.known.issuperset(rows)
+        return Plan(kind, rows, new, num_compiled(), torch.is_grad_enabled())
 
     def finish(self, plan: Plan) -> None:
         """Take note of a call that has returned."""
-        if plan.signature is None or not plan.takes_turns:
+        if not plan.takes_turns:
             return
-        self._known.update((plan.signature, n) for n in plan.rows)
+        plan.kind.known.update(plan.rows)
         # What the user compiled may serve all sizes: then turns would only cost time from here on.
         self._settled = not self.wanted and num_compiled() == plan.before
-        if self.wanted and len(self._graphs) == _MANY:
+        if self.wanted and sum(len(kind.graphs) for kind in self._kinds.values()) == _MANY:
             warnings.warn(
                 f"{self.where} has been compiled for {_MANY} signatures: shapes, or plain numbers in the "
                 f"arguments, differ from call to call.\nPad the rows, pass numbers as 0-d tensors, or map "
@@ -119,34 +143,19 @@ class Compilation:
         """Return what a shard calls in the place of the user's function."""
         if not self.wanted or self.gradient is not None:
             return self.fun
-        graph = self._graph(plan, rank, lambda: _graphs.plain(self.fun), False)
+        graph = self.graph(plan, rank, lambda: _steps.plain(self.fun), False)
         return lambda *args, **kwargs: graph(args, kwargs)
 
-    def evaluate(
-        self, plan: Plan, rank: int, args: tuple[Any, ...], kwargs: dict[str, Any], seed: Seed
-    ) -> Evaluation:
-        """Return value, aux and the gradients times ``seed()``, compiled for a shard."""
-        gradient = self.gradient
-        assert gradient is not None
-        graph = self._graph(plan, rank, lambda: _graphs.step(gradient), plan.recorded)
-        if torch.is_inference_mode_enabled():
-            args, kwargs = tree.map(recordable, (args, kwargs))
-        factor = 1.0 if seed is None else seed()
-        with torch.inference_mode(False), torch.no_grad():
-            # Not kept: it may belong to a mode of the user's.
-            start = torch.tensor(factor, dtype=torch.float64, device="cpu")
-            value, aux, grads = graph(args, kwargs, start)
-        if factor == 0.0:  # What does not count has no gradient: 0 times 0/0 would be NaN.
-            grads = [None] * len(grads)
-        return gradient.evaluate_by(
-            lambda _, inputs, __: (value, _graphs.passed(aux, inputs), grads), args, kwargs
-        )
+    def step(self, plan: Plan) -> Step | None:
+        """Return the compiled gradient function, None if it is not compiled."""
+        return Step(self, plan, self.gradient) if self.wanted and self.gradient is not None else None
 
-    def _graph(self, plan: Plan, rank: int, make: Callable[[], Any], detached: bool) -> Graph:
-        key = (plan.signature, plan.rows[rank])
-        graph = self._graphs.get(key)
+    def graph(self, plan: Plan, rank: int, make: Callable[[], Any], detached: bool) -> Graph:
+        """Return the graph of a shard."""
+        graphs, rows = plan.kind.graphs, plan.rows[rank]
+        graph = graphs.get(rows)
         if graph is None:  # Two threads that come at once get one.
-            graph = self._graphs.setdefault(key, Graph(self.where, make(), detached))
+            graph = graphs.setdefault(rows, Graph(self.where, make(), detached))
         return graph
 
     def _check(self, split: Split, name_of: Callable[[int], str]) -> None:
@@ -168,6 +177,75 @@ class Compilation:
                     f"derivative:{shown}\nDetach them (functionalize returns detached parameters), call it "
                     f"under torch.no_grad(), or leave compile=True out."
                 )
+
+
+class Step:
+    """The gradient function of one call, compiled."""
+
+    def __init__(self, compilation: Compilation, plan: Plan, gradient: GradientFunction) -> None:
+        self._compilation = compilation
+        self._plan = plan
+        self._gradient = gradient
+
+    def evaluate(self, rank: int, args: Args, kwargs: Kwargs, seed: Seed) -> Evaluation:
+        """Return value, aux and the gradients times ``seed()``, in a shard."""
+        plan = self._plan
+        graph = self._compilation.graph(plan, rank, lambda: _steps.step(self._gradient), plan.recorded)
+        factor = 1.0 if seed is None else seed()
+        call = _recordable(args, kwargs)
+        with torch.inference_mode(False), torch.no_grad():
+            value, aux, grads = graph(*call, _seed(factor))
+            if plan.takes_turns and rank == 0:
+                plan.kind.seconds[plan.rows[0]] = seconds_of(graph, *call, _seed(factor))
+        if factor == 0.0:  # What does not count has no gradient: 0 times 0/0 would be NaN.
+            grads = [None] * len(grads)
+        return self._gradient.evaluate_by(
+            lambda _, inputs, __: (value, _steps.passed(aux, inputs), grads), args, kwargs
+        )
+
+    def bundle(self, split: Split, is_mean: bool) -> Bundle | None:
+        """Return the one graph for all shards, and what is known of it; None if they are not short."""
+        plan = self._plan
+        if plan.kind.seconds_of(plan.rows[0]) * len(plan.rows) > SHORT:
+            return None
+        bundles, key = plan.kind.bundles, (plan.rows, torch.get_num_threads())
+        bundle = bundles.get(key)
+        if bundle is None:
+            leaves, _ = self._gradient.differentiated(*split.rebuild(range(len(split.whole))))
+            places = [k for k in leaves if is_differentiable(split.whole[k])]
+
+            def make() -> Graph:
+                whole = _steps.whole(self._gradient, split.axes, places, list(plan.rows), is_mean)
+                return Graph(self._compilation.where, whole, plan.recorded)
+
+            bundle = bundles.setdefault(key, Bundle(make, places))
+        return bundle
+
+    def evaluate_all(self, bundle: Bundle, split: Split, shares: Sequence[float]) -> Evaluation | None:
+        """Return the same of the whole call, but aux of each shard, from a bundle; None if it cannot."""
+        args, kwargs = split.rebuild(split.whole)
+        call = _recordable(args, kwargs)
+        with torch.inference_mode(False), torch.no_grad():
+            result = bundle(*call, _seed(shares))
+        if result is None:
+            return None
+        value, auxes, grads = result
+        auxes = [
+            _steps.passed(aux, [leaves[k] for k in bundle.places])
+            for aux, leaves in zip(auxes, split.leaves, strict=True)
+        ]
+        return self._gradient.evaluate_by(lambda *_: (value, auxes, grads), args, kwargs)
+
+
+def _recordable(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+    if torch.is_inference_mode_enabled():
+        args, kwargs = tree.map(recordable, (args, kwargs))
+    return args, kwargs
+
+
+def _seed(factor: float | Sequence[float]) -> Tensor:
+    # Made anew: one that is kept may belong to a mode of the user's.
+    return torch.tensor(factor, dtype=torch.float64, device="cpu")
 
 
 def _refuse_compiled_gradient(call: str, fun: Any, gradient: GradientFunction) -> None:

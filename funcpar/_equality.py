@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from funcpar import tree
 from funcpar._graph import innermost
 
 
@@ -72,6 +73,11 @@ def _equal_values(one: Tensor, other: Tensor) -> bool:
     if torch.equal(one, other):
         return True
     return bool(torch.isclose(one, other, rtol=0.0, atol=0.0, equal_nan=True).all())
+
+
+def are_alike(one: Any, other: Any) -> bool:
+    """Tell whether two trees of one structure hold the same values."""
+    return all(map(all_equal, zip(tree.leaves(one), tree.leaves(other), strict=True)))
 
 
 def where_unequal(column: list[Any]) -> str:

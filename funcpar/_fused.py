@@ -19,6 +19,8 @@ from funcpar import _streams, tree
 from funcpar._ahead import Ahead
 from funcpar._allreduce import sum_over_shards
 from funcpar._asked import handled
+from funcpar._bundle import Bundle, State
+from funcpar._compile import Step
 from funcpar._frame import Frame
 from funcpar._grad import Evaluation, GradientFunction
 from funcpar._graph import Gradient
@@ -55,7 +57,7 @@ class Fused:
         value_spec: ``"mean"`` or ``"sum"``.
         aux_spec: A prefix of aux.
         routes: How gradients leave for other processes, by signature.
-        compiled: Evaluates the gradient function in a shard, given its place; None: as it is.
+        compiled: The gradient function compiled, None if it is not.
         found: What each shard evaluated.
         totals: Sums over shards of the gradients of replicated leaves.
         overlap: Sums over processes that are made while backward runs, None if there are no others.
@@ -73,7 +75,7 @@ class Fused:
     value_spec: str
     aux_spec: Any
     routes: dict[Any, Route]
-    compiled: Callable[..., Evaluation] | None = None
+    compiled: Step | None = None
     found: dict[int, Found] = field(default_factory=dict)
     totals: dict[int, Gradient] = field(default_factory=dict)
     overlap: Overlap | None = None
@@ -102,16 +104,45 @@ class Fused:
             return self.frame.run([lambda: self.fun(*args, **kwargs)])[0]
         bodies = [functools.partial(self._body, place) for place in range(size)]
         if span is None:
-            # What is compiled is part of no graph, and need not be searched for one.
-            return self._answer(
-                call_shards(self.frame, bodies, self.split.leaves, is_joined=self.compiled is None)
-            )
+            if self.compiled is not None:
+                return self._compiled(self.compiled, bodies)
+            return self._answer(call_shards(self.frame, bodies, self.split.leaves))
         self.order = self._route(span).order
         if not span.is_recorded:
             return self._overlapped(bodies, span)
         span.open()
         self.split.share(span.copied)
         return self._answer(call_shards(self.frame, bodies, self.split.leaves))
+
+    def _compiled(self, step: Step, bodies: Sequence[Any]) -> Any:
+        """Return what compiled shards give, by one graph for all once that is known to give the same."""
+        bundle = self._bundle(step)
+        if bundle is not None and bundle.state is State.RIGHT:
+            answer = self._bundled(step, bundle)
+            if bundle.state is State.RIGHT:
+                return answer
+        # What is compiled is part of no graph, and need not be searched for one.
+        answer = self._answer(call_shards(self.frame, bodies, self.split.leaves, is_joined=False))
+        bundle = self._bundle(step)  # Now it is known how long a shard takes.
+        if bundle is not None and bundle.state is State.NEW:
+            bundle.settle(answer, self._bundled(step, bundle))
+        return answer
+
+    def _bundle(self, step: Step) -> Bundle | None:
+        """Return the one graph for all shards, if there may be one."""
+        is_plain = self.merge.donation is None and self.fun is self.gradient and self.frame.pace is not None
+        if not is_plain or not self.is_small or not all(self.merge.weights):
+            return None
+        return step.bundle(self.split, self.value_spec == "mean")
+
+    def _bundled(self, step: Step, bundle: Bundle) -> Any:
+        """Return what all shards give, from one graph, or None."""
+        shares = self.merge.shares() if self.value_spec == "mean" else [1.0] * len(self.split.devices)
+        found = step.evaluate_all(bundle, self.split, shares)
+        if found is None:
+            return None
+        found.aux = self.merge.trees(self.aux_spec, found.aux) if self.gradient.has_aux else None
+        return self.gradient.answer(found, self.gradient.finish(found.leaves, found.grads))
 
     def _overlapped(self, bodies: Sequence[Any], span: Span) -> Any:
         """Return the same, gradients having been summed over processes while backward ran."""
@@ -209,7 +240,7 @@ class Fused:
         whole = self.value_spec == "sum" or self.merge.is_alone()
         seed = None if whole else functools.partial(self._seed, place)
         if self.compiled is not None:
-            return self.compiled(place, args, kwargs, seed)
+            return self.compiled.evaluate(place, args, kwargs, seed)
         hook: Any = None if self.overlap is None else functools.partial(self.overlap.hook, place)
         if self.ahead is not None and hook is None:
             mine, _ = gradient.differentiated(args, kwargs)

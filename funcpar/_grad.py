@@ -93,7 +93,7 @@ class GradientFunction:
     def finish(self, leaves: list[Any], grads: list[Gradient]) -> list[Gradient]:
         """Give leaves that were not used zeros."""
         return [
-            torch.zeros_like(leaf.detach()) if grad is None and _is_differentiable(leaf) else grad
+            torch.zeros_like(leaf.detach()) if grad is None and is_differentiable(leaf) else grad
             for leaf, grad in zip(leaves, grads, strict=True)
         ]
 
@@ -284,8 +284,9 @@ def _name_of(fun: Callable[..., Any]) -> str:
 
 def differentiable(leaves: list[Any]) -> list[int]:
     """Return which leaves get a gradient."""
-    return [k for k, leaf in enumerate(leaves) if _is_differentiable(leaf)]
+    return [k for k, leaf in enumerate(leaves) if is_differentiable(leaf)]
 
 
-def _is_differentiable(leaf: Any) -> bool:
+def is_differentiable(leaf: Any) -> bool:
+    """Tell whether a leaf gets a gradient."""
     return isinstance(leaf, Tensor) and is_smooth(leaf)

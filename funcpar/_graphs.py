@@ -14,10 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcpar import tree
-from funcpar._differentiate import in_graph
-from funcpar._grad import GradientFunction, differentiable
-from funcpar._graph import Gradient
 from funcpar._standstill import compiling_under, install
 
 _IN_PLACE = {
@@ -94,51 +90,6 @@ class Graph:
         explained = ValueError(message)
         explained.__cause__ = error
         return explained
-
-
-def plain(fun: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what calls a function with args and kwargs."""
-
-    def forward(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return fun(*args, **kwargs)
-
-    return forward
-
-
-def step(gradient: GradientFunction) -> Callable[..., Any]:
-    """Return what computes value, aux and places, and gradients times a seed, of args and kwargs."""
-
-    def forward_and_backward(
-        args: tuple[Any, ...], kwargs: dict[str, Any], seed: Tensor
-    ) -> tuple[Tensor, Any, list[Gradient]]:
-        found = gradient.evaluate_by(
-            lambda call, inputs, _: in_graph(_placing(call), inputs, seed), args, kwargs
-        )
-        return found.value, found.aux, [found.grads[k] for k in differentiable(found.leaves)]
-
-    return forward_and_backward
-
-
-def _placing(call: Callable[..., tuple[Tensor, Any]]) -> Callable[..., tuple[Tensor, Any]]:
-    """Let a function of stand-ins tell which leaves of aux are one of them: its place, or -1."""
-
-    def placing(*stands: Tensor) -> tuple[Tensor, Any]:
-        value, aux = call(*stands)
-        return value, (aux, tree.map(lambda leaf: _place(leaf, stands), aux))
-
-    return placing
-
-
-def _place(leaf: Any, stands: Sequence[Tensor]) -> int:
-    for k, stand in enumerate(stands):
-        if leaf is stand:
-            return k
-    return -1
-
-
-def passed(aux: Any, inputs: Sequence[Tensor]) -> Any:
-    """Return aux of what a graph calls so, with the differentiated leaves themselves in their places."""
-    return tree.map(lambda leaf, place: leaf if place < 0 else inputs[place], *aux)
 
 
 def _guarded(guards: Sequence[Any]) -> list[bool]:

@@ -135,7 +135,7 @@ class Mapped:
     def _run(self, split: Split, frame: Frame, merge: Merge, plan: Plan) -> Any:
         if self.gradient is None:
             return self._plain(split, frame, merge, self.out_axes, plan)
-        compiled = functools.partial(self.compilation.evaluate, plan) if self.compilation.wanted else None
+        compiled = self.compilation.step(plan)
         specs = self.value_spec, self.aux_spec
         fused = Fused(self.gradient, self.fun, split, frame, merge, *specs, self.routes, compiled)
         if self.wrapped:

@@ -291,10 +291,10 @@ class Merge:
         return leaf.clone() if not is_replicated and self.split.is_seen_by(leaf) else leaf
 
 
-def _add_scaled(total: Tensor | None, leaf: Tensor, share: float) -> Tensor:
-    if not is_transformed():
-        return leaf * share if total is None else torch.add(total, leaf, alpha=share)
-    # A tensor: the tangent of a 0-d tensor times a Python float would be float64.
-    real = leaf.real.dtype if leaf.is_complex() else leaf.dtype
-    term = leaf * torch.full((), share, dtype=real, device=leaf.device)
+def _add_scaled(total: Tensor | None, leaf: Tensor, share: float | Tensor) -> Tensor:
+    if is_transformed():  # A tensor: the tangent of a 0-d tensor times a Python float would be float64.
+        real = leaf.real.dtype if leaf.is_complex() else leaf.dtype
+        share = torch.tensor(share, dtype=real, device=leaf.device)
+    # Rounded twice, as in a graph of all shards, which must give the same bits.
+    term = leaf * share
     return term if total is None else total + term

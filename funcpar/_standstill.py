@@ -264,7 +264,9 @@ def _keep_out() -> None:
 
 # What a compiled function may call as part of its graph. All else here would be torn into pieces: it
 # asks which thread it is in, and meets other shards.
-_TRACED = ("tree", "_nodes", "_functional", "_isolation", "_grad", "_differentiate", "_graph", "_graphs")
+_TRACED = (
+    "tree", "_nodes", "_functional", "_isolation", "_grad", "_differentiate", "_graph", "_reduce", "_steps",
+)  # fmt: skip
 _install_lock = threading.Lock()
 
 

@@ -27,7 +27,8 @@ LAYERS = [
         "_maps _request _group _standstill _allreduce _meeting _exchange _differentiate _asked _grad _within",
         "_operand _collectives _gathers _permutations _batchnorm",
         "_depends _frame _pieces _joint _call",
-        "_graphs _binding _split _compile _axes _outputs _merge _fused _reducing _mapped _pmap _check",
+        "_graphs _steps _bundle _binding _split _compile _axes _outputs _merge",
+        "_fused _reducing _mapped _pmap _check",
         "_trial _gain __main__",
     )
     for name in layer.split()
