@@ -8,13 +8,13 @@ leaves when it and those before it are complete.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+from torch._utils import _flatten_dense_tensors
 
 from funcpar import _streams
 from funcpar._link import Link
@@ -86,20 +86,23 @@ class Buckets:
             if reusable and dtype is first.dtype and first.is_contiguous():
                 return first
             return first.detach().to(dtype, copy=True, memory_format=torch.contiguous_format)
-        flat: Tensor = _flatten_dense_tensors([tensor.detach() for tensor, _ in given])  # type: ignore[no-untyped-call]
-        return flat.to(dtype)
+        flat: Tensor = _flatten_dense_tensors([t.detach() if t.requires_grad else t for t, _ in given])  # type: ignore[no-untyped-call]
+        return flat if flat.dtype is dtype else flat.to(dtype)
 
     def unpack(self, number: int, room: Tensor, found: list[Any]) -> None:
         """Write into ``found`` what a bucket's memory has come to hold."""
         bucket = self.messages.buckets[number]
         given = [pair[0] for k in bucket if (pair := self._given[k]) is not None]
-        parts = [room] if len(bucket) == 1 else _unflatten_dense_tensors(room, given)  # type: ignore[no-untyped-call]
+        if len(bucket) == 1:
+            parts: Sequence[Tensor] = [room]
+        else:  # In memory of their own: a part of a bucket would keep all of it alive.
+            parts = torch._foreach_mul(room.split_with_sizes([tensor.numel() for tensor in given]), 1)
         for k, tensor, part in zip(bucket, given, parts, strict=True):
-            dtype = self.messages.kinds[k][1]
+            shape, dtype, _ = self.messages.kinds[k]
             if not tensor.is_contiguous():  # The order of dimensions in memory is kept.
-                found[k] = torch.empty_like(tensor, dtype=dtype).copy_(part)
-            else:  # In memory of its own: a part of a bucket would keep all of it alive.
-                found[k] = part.to(dtype, copy=len(bucket) > 1)
+                found[k] = torch.empty_like(tensor, dtype=dtype).copy_(part.view(shape))
+            else:
+                found[k] = part.view(shape) if part.dtype is dtype else part.view(shape).to(dtype)
 
 
 class Sums:
@@ -123,14 +126,20 @@ class Sums:
         """Return the sums of tensors that are all there; none of them is written to."""
         kinds = [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors]
         sums = cls(link, call, Messages.of(kinds))
-        for k, tensor in enumerate(tensors):
-            sums.put(k, tensor, reusable=False)
+        sums.put_all(enumerate(tensors))
         return sums.totals()
 
     def put(self, k: int, tensor: Tensor, reusable: bool) -> None:
         """Give one tensor; if it is reusable and travels alone, its memory will hold the sum."""
         with self._lock:
             self._give(k, tensor, reusable)
+
+    def put_all(self, tensors: Iterable[tuple[int, Tensor]]) -> None:
+        """Give several, none of which is reusable."""
+        with self._lock:
+            for k, tensor in tensors:
+                self._buckets.give(k, tensor, False)
+            self._send()
 
     def totals(self) -> list[Tensor]:
         """Wait for all sums; what was not given counts as zeros."""
@@ -155,8 +164,12 @@ class Sums:
             self._give(k, torch.zeros(shape, dtype=dtype, device=device), True)
 
     def _give(self, k: int, tensor: Tensor, reusable: bool) -> None:
-        """Take one tensor, and let the buckets go that are complete, in order."""
+        """Take one tensor."""
         self._buckets.give(k, tensor, reusable)
+        self._send()
+
+    def _send(self) -> None:
+        """Let the buckets go that are complete, in order."""
         count = len(self._buckets.messages.buckets)
         while len(self._sent) < count and self._buckets.is_complete(len(self._sent)):
             room = self._buckets.packed(len(self._sent))

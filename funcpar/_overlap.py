@@ -21,7 +21,7 @@ from funcpar._buckets import Messages, Sums
 from funcpar._columns import Columns
 from funcpar._devices import Device
 from funcpar._graph import Gradient, GradientHook, is_smooth, owned
-from funcpar._reduce import add_in_place, add_up
+from funcpar._reduce import add_in_place, add_up, reduce_rows
 from funcpar._span import Span
 from funcpar._world import autocast_states
 
@@ -94,6 +94,9 @@ class Overlap:
         self._sums = Sums(span.link, span.call, route.messages)
         self._columns = Columns(len(route.places), len(devices))
         self._values: list[Tensor | None] = [None] * len(devices)
+        # Where all leave together in the end, each shard's gradients wait for that.
+        self._is_at_once = len(route.messages.buckets) == 1 and not self._is_ordered
+        self._rows: list[list[Gradient]] = [[]] * len(devices)
         self._held: list[tuple[int, Tensor, bool]] = []
         self._span = span
         self._is_mean = is_mean
@@ -145,12 +148,14 @@ class Overlap:
                 f"argument, so that gradients would be part of a graph; over processes they cannot be.\n"
                 f"Detach that tensor, pass it as an argument, or make the call under torch.no_grad()."
             )
-        rest = self._columns.lacking(place)
-        is_alone = len(self._route.messages.buckets) == 1  # Copied into a message, whoever else knows it.
-        are_own = [False] * len(grads) if is_alone or not rest else owned(grads)
-        for position in rest:
-            k = self._route.places[position]
-            self._bring(place, position, grads[k], are_own[k])
+        if self._is_at_once:
+            self._rows[place] = [grads[k] for k in self._route.places]
+        else:
+            rest = self._columns.lacking(place)
+            are_own = owned(grads) if rest else []
+            for position in rest:
+                k = self._route.places[position]
+                self._bring(place, position, grads[k], are_own[k])
         seed = self.seed(place)
         self._values[place] = value * seed if seed else torch.zeros_like(value)
 
@@ -172,6 +177,8 @@ class Overlap:
             link.meet(f"the gradients of {call}")
             for each in self._held:
                 self._sums.put(*each)
+        if self._is_at_once:
+            self._put_rows()
         self._put_tail(weight, value if carried else None)
         *grads, tail = self._sums.totals()
         total, weight, failed, *marks = tail.cpu().tolist()
@@ -206,6 +213,14 @@ class Overlap:
                 self._put_tail(0.0, None, failed=1.0)
                 self._sums.abandon()
 
+    def _put_rows(self) -> None:
+        """Give the gradients of all shards, added up."""
+        if self._span.is_open:  # What is new is compared before anything is sent.
+            self._span.layout  # noqa: B018
+        rows = [[_dense(grad) for grad in row] for row in self._rows]
+        totals = reduce_rows(rows) if len(rows) > 1 else rows[0]
+        self._sums.put_all((k, total) for k, total in enumerate(totals) if total is not None)
+
     def _put_tail(self, weight: float, value: Tensor | None, failed: float = 0.0) -> None:
         """Give what travels behind the gradients."""
         _, dtype, device = self._route.messages.kinds[-1]
@@ -214,7 +229,7 @@ class Overlap:
         marks = [float(code // _MARKS**k % _MARKS + 1) for k in range(_NUM_MARKS)]
         head = 0.0 if value is None or not value.is_cpu else value.item()
         numbers = [head, weight, failed, *marks, *(mark * mark for mark in marks)]
-        tail = torch.tensor(numbers, dtype=dtype).to(device)
+        tail = torch.tensor(numbers, dtype=dtype, device=device)
         if value is not None and not value.is_cpu:  # Without a wait for it.
             tail[0] = value
         self._sums.put(len(self._route.places), tail, reusable=True)
@@ -230,7 +245,7 @@ class Overlap:
         if self._span.is_open:  # What is new is compared before anything is sent.
             self._span.layout  # noqa: B018
         if grad is not None and grad.layout is not torch.strided:
-            grad, is_own = grad.to_dense(), True
+            grad, is_own = _dense(grad), True
         mark = None
         if self._is_ordered:
             self._sides[place], mark = _streams.side(), _streams.mark()
@@ -267,6 +282,10 @@ class Overlap:
             _streams.wait(event, self._device)
             _streams.received(total)
         _streams.received(self._values)
+
+
+def _dense(grad: Gradient) -> Gradient:
+    return grad if grad is None or grad.layout is torch.strided else grad.to_dense()
 
 
 def _has_gradient(leaf: Any) -> bool:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from funcpar import tree
 from funcpar._alike import check_alike, described
+from funcpar._background import in_background
 from funcpar._devices import has_accelerator
 from funcpar._limits import waiting_time
 from funcpar._link import Link, timeout_of
@@ -86,7 +87,8 @@ def initialize(
         )
         _is_ours = True
     # Groups of our own: what the user sends over theirs must not come between.
-    words = dist.new_group(backend="gloo", timeout=timeout_of(seconds))
+    with in_background():
+        words = dist.new_group(backend="gloo", timeout=timeout_of(seconds))
     tensors = dist.new_group(timeout=timeout_of(seconds)) if has_accelerator() else words
     _link = Link(words, tensors, seconds)
     keep_freed()

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
@@ -232,3 +235,21 @@ def broadcast() -> tuple[dict[str, Any], Tensor]:
     found = fp.distributed.broadcast({"w": given, "steps": index}, source=1)
     found["w"] += 0  # Its own memory.
     return found, given[0]
+
+
+def policies(_: int) -> dict[str, list[int]]:
+    """Return the scheduling policies of threads from before processes are joined, and of new ones."""
+
+    def found() -> dict[str, int]:
+        names = [task.name for task in Path("/proc/self/task").iterdir()]
+        return {name: os.sched_getscheduler(int(name)) for name in names}
+
+    dist.init_process_group("gloo")
+    before = found()
+    fp.distributed.initialize(timeout=20)
+    after = found()
+    fp.distributed.shutdown()
+    return {
+        "before": [after[name] for name in before if name in after],
+        "new": [policy for name, policy in after.items() if name not in before],
+    }

@@ -3,6 +3,7 @@
 import copy
 import functools
 import os
+import sys
 from typing import Any
 
 import golden_processes
@@ -166,3 +167,10 @@ def test_values_are_broadcast_from_one_process():
     for index, (found, given) in enumerate(processes.values(several_processes.broadcast, 3, 1)):
         assert torch.equal(found["w"], torch.full((2,), 1.0))
         assert found["steps"] == 1 and given.item() == index
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux has such a policy")
+def test_threads_of_gloo_take_no_core_from_others():
+    for policies in processes.values(several_processes.policies, 2, 1):
+        assert len(policies["new"]) >= 2 and set(policies["new"]) == {os.SCHED_BATCH}
+        assert policies["before"] and set(policies["before"]) == {os.SCHED_OTHER}

@@ -18,7 +18,8 @@ ROOT = Path(__file__).parent.parent
 LAYERS = [
     name
     for layer in (
-        "_errors _limits _devices _streams _nodes _prefix tree _pages _graph _equality _closure _reduce",
+        "_errors _limits _devices _streams _background _nodes _prefix tree _pages",
+        "_graph _equality _closure _reduce",
         "_staging _copies _transfer _donation",
         "_jvp _world _ops _generators _random _pace _workers _prefetch",
         "_packing _whereabouts _link _alike distributed _told",
