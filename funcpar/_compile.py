@@ -213,11 +213,9 @@ class Step:
         if bundle is None:
             leaves, _ = self._gradient.differentiated(*split.rebuild(range(len(split.whole))))
             places = [k for k in leaves if is_differentiable(split.whole[k])]
-
-            def make() -> Graph:
-                whole = _steps.whole(self._gradient, split.axes, places, list(plan.rows), is_mean)
-                return Graph(self._compilation.where, whole, plan.recorded)
-
+            # Not the split, nor this step: the batch would live on in them.
+            whole = _steps.whole(self._gradient, split.axes, places, list(plan.rows), is_mean)
+            make = functools.partial(Graph, self._compilation.where, whole, plan.recorded)
             bundle = bundles.setdefault(key, Bundle(make, places))
         return bundle
 

@@ -1,6 +1,7 @@
 """One graph for all shards of short compiled calls: the same bits, or the shards themselves."""
 
 import threading
+import weakref
 from typing import Any
 
 import pytest
@@ -121,6 +122,16 @@ def test_results_are_the_callers_own(bundles):
         assert_close((value, grads), expected)
         value += 1
         grads += 1
+
+
+def test_a_finished_call_is_kept_by_nobody(bundles):
+    mapped = fp.pmap(fp.value_and_grad(loss_fn), devices=2, compile=True)
+    for _ in range(3):
+        w, x = W.clone(), ROWS.clone()
+        gone = [weakref.ref(w), weakref.ref(x), weakref.ref(mapped(w, x)[1])]
+        del w, x
+        assert all(ref() is None for ref in gone)
+    assert [bundle.state for bundle in bundles] == [State.RIGHT]
 
 
 def test_shards_that_are_not_short_keep_their_workers(monkeypatch, bundles):
