@@ -77,32 +77,38 @@ class Buckets:
         """Return which tensors are not there."""
         return [k for k, given in enumerate(self._given) if given is None]
 
-    def packed(self, number: int) -> Tensor:
-        """Return the tensors of a complete bucket in contiguous memory that may be written to."""
-        given = [pair for k in self.messages.buckets[number] if (pair := self._given[k]) is not None]
-        ((first, reusable), *others) = given
-        dtype = _WIDER.get(first.dtype, first.dtype)
-        if not others:
-            if reusable and dtype is first.dtype and first.is_contiguous():
-                return first
-            return first.detach().to(dtype, copy=True, memory_format=torch.contiguous_format)
-        flat: Tensor = _flatten_dense_tensors([t.detach() if t.requires_grad else t for t, _ in given])  # type: ignore[no-untyped-call]
-        return flat if flat.dtype is dtype else flat.to(dtype)
+    def rooms(self, number: int) -> list[Tensor]:
+        """Return for each tensor of a complete bucket contiguous memory that may be written to."""
+        return [_writable(*pair) for k in self.messages.buckets[number] if (pair := self._given[k])]
 
-    def unpack(self, number: int, room: Tensor, found: list[Any]) -> None:
-        """Write into ``found`` what a bucket's memory has come to hold."""
+    def packed(self, number: int) -> Tensor:
+        """Return the tensors of a complete bucket in one such memory."""
+        given = [pair for k in self.messages.buckets[number] if (pair := self._given[k])]
+        if len(given) == 1:
+            return _writable(*given[0])
+        flat: Tensor = _flatten_dense_tensors([tensor.detach() for tensor, _ in given])  # type: ignore[no-untyped-call]
+        return flat.to(_WIDER.get(flat.dtype, flat.dtype))
+
+    def unpack(self, number: int, rooms: Sequence[Tensor], found: list[Any]) -> None:
+        """Write into ``found`` what a bucket's memory has come to hold, be it one or one for each tensor."""
         bucket = self.messages.buckets[number]
-        given = [pair[0] for k in bucket if (pair := self._given[k]) is not None]
-        if len(bucket) == 1:
-            parts: Sequence[Tensor] = [room]
-        else:  # In memory of their own: a part of a bucket would keep all of it alive.
-            parts = torch._foreach_mul(room.split_with_sizes([tensor.numel() for tensor in given]), 1)
-        for k, tensor, part in zip(bucket, given, parts, strict=True):
+        given = [pair[0] for k in bucket if (pair := self._given[k])]
+        if len(rooms) < len(bucket):  # A part of a bucket would keep all of it alive.
+            parts = rooms[0].split_with_sizes([tensor.numel() for tensor in given])
+            rooms = torch._foreach_mul(parts, 1)
+        for k, tensor, room in zip(bucket, given, rooms, strict=True):
             shape, dtype, _ = self.messages.kinds[k]
+            total = room if room.shape == shape else room.view(shape)
             if not tensor.is_contiguous():  # The order of dimensions in memory is kept.
-                found[k] = torch.empty_like(tensor, dtype=dtype).copy_(part.view(shape))
-            else:
-                found[k] = part.view(shape) if part.dtype is dtype else part.view(shape).to(dtype)
+                total = torch.empty_like(tensor, dtype=dtype).copy_(total)
+            found[k] = total if total.dtype is dtype else total.to(dtype)
+
+
+def _writable(tensor: Tensor, reusable: bool) -> Tensor:
+    dtype = _WIDER.get(tensor.dtype, tensor.dtype)
+    if reusable and dtype is tensor.dtype and tensor.is_contiguous():
+        return tensor
+    return tensor.detach().to(dtype, copy=True, memory_format=torch.contiguous_format)
 
 
 class Sums:
@@ -118,7 +124,7 @@ class Sums:
         self._link = link
         self._call = call
         self._buckets = Buckets(messages)
-        self._sent: list[tuple[Tensor, Any]] = []
+        self._sent: list[tuple[list[Tensor], Any]] = []
         self._lock = threading.Lock()
 
     @classmethod
@@ -126,19 +132,19 @@ class Sums:
         """Return the sums of tensors that are all there; none of them is written to."""
         kinds = [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors]
         sums = cls(link, call, Messages.of(kinds))
-        sums.put_all(enumerate(tensors))
+        sums.put_all((k, tensor, False) for k, tensor in enumerate(tensors))
         return sums.totals()
 
     def put(self, k: int, tensor: Tensor, reusable: bool) -> None:
-        """Give one tensor; if it is reusable and travels alone, its memory will hold the sum."""
+        """Give one tensor; if it is reusable, its memory may come to hold the sum."""
         with self._lock:
             self._give(k, tensor, reusable)
 
-    def put_all(self, tensors: Iterable[tuple[int, Tensor]]) -> None:
-        """Give several, none of which is reusable."""
+    def put_all(self, tensors: Iterable[tuple[int, Tensor, bool]]) -> None:
+        """Give several."""
         with self._lock:
-            for k, tensor in tensors:
-                self._buckets.give(k, tensor, False)
+            for each in tensors:
+                self._buckets.give(*each)
             self._send()
 
     def totals(self) -> list[Tensor]:
@@ -146,10 +152,10 @@ class Sums:
         with self._lock:
             self._fill()
             found: list[Any] = [None] * len(self._buckets.messages.kinds)
-            for number, (room, work) in enumerate(self._sent):
+            for number, (rooms, work) in enumerate(self._sent):
                 self._link.wait(self._call, work)
-                _streams.received(room)
-                self._buckets.unpack(number, room, found)
+                _streams.received(rooms)
+                self._buckets.unpack(number, rooms, found)
         return found
 
     def abandon(self) -> None:
@@ -170,10 +176,13 @@ class Sums:
 
     def _send(self) -> None:
         """Let the buckets go that are complete, in order."""
-        count = len(self._buckets.messages.buckets)
-        while len(self._sent) < count and self._buckets.is_complete(len(self._sent)):
-            room = self._buckets.packed(len(self._sent))
-            self._sent.append((room, self._link.start_sum(room)))
+        messages = self._buckets.messages
+        while len(self._sent) < len(messages.buckets) and self._buckets.is_complete(len(self._sent)):
+            number = len(self._sent)
+            is_cpu = messages.kinds[messages.buckets[number][0]][2].type == "cpu"
+            # Gloo packs what travels together, in a thread of its own.
+            rooms = self._buckets.rooms(number) if is_cpu else [self._buckets.packed(number)]
+            self._sent.append((rooms, self._link.start_sum(rooms)))
 
 
 def _planned(kinds: Sequence[Kind]) -> list[list[int]]:

@@ -13,7 +13,7 @@ import contextlib
 import datetime
 import pickle
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NoReturn
 
@@ -126,11 +126,15 @@ class Link:
                 for k, ((theirs, kinds, _), row) in enumerate(zip(words, rows, strict=True))
             ]
 
-    def start_sum(self, tensor: Tensor) -> Any:
-        """Begin to replace a contiguous tensor by its sum over processes; :meth:`wait` ends it."""
-        flat = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-        group = self._words if tensor.is_cpu else self._tensors
-        return group.allreduce([flat])  # The checks of dist.all_reduce take as long as a small layer.
+    def start_sum(self, tensors: Sequence[Tensor]) -> Any:
+        """Begin to replace contiguous tensors of one dtype by their sums over processes, in one message.
+
+        :meth:`wait` ends it.
+        """
+        flat = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
+        group = self._words if tensors[0].is_cpu else self._tensors
+        # The checks of dist.all_reduce take as long as a small layer.
+        return group.allreduce(flat) if len(flat) == 1 else group.allreduce_coalesced(flat)
 
     def wait(self, call: str, work: Any) -> None:
         """Wait for what was begun.

@@ -291,10 +291,11 @@ class Merge:
         return leaf.clone() if not is_replicated and self.split.is_seen_by(leaf) else leaf
 
 
-def _add_scaled(total: Tensor | None, leaf: Tensor, share: float | Tensor) -> Tensor:
+def _add_scaled(total: Tensor | None, leaf: Tensor, share: float) -> Tensor:
+    factor: float | Tensor = share
     if is_transformed():  # A tensor: the tangent of a 0-d tensor times a Python float would be float64.
         real = leaf.real.dtype if leaf.is_complex() else leaf.dtype
-        share = torch.tensor(share, dtype=real, device=leaf.device)
+        factor = torch.full((), share, dtype=real, device=leaf.device)
     # Rounded twice, as in a graph of all shards, which must give the same bits.
-    term = leaf * share
+    term = leaf * factor
     return term if total is None else total + term

@@ -97,6 +97,7 @@ class Overlap:
         # Where all leave together in the end, each shard's gradients wait for that.
         self._is_at_once = len(route.messages.buckets) == 1 and not self._is_ordered
         self._rows: list[list[Gradient]] = [[]] * len(devices)
+        self._are_own: list[bool] = []
         self._held: list[tuple[int, Tensor, bool]] = []
         self._span = span
         self._is_mean = is_mean
@@ -148,11 +149,12 @@ class Overlap:
                 f"argument, so that gradients would be part of a graph; over processes they cannot be.\n"
                 f"Detach that tensor, pass it as an argument, or make the call under torch.no_grad()."
             )
+        rest = [] if self._is_at_once else self._columns.lacking(place)
+        are_own = owned(grads) if rest or self._is_at_once else []
         if self._is_at_once:
             self._rows[place] = [grads[k] for k in self._route.places]
+            self._are_own = [are_own[k] for k in self._route.places]
         else:
-            rest = self._columns.lacking(place)
-            are_own = owned(grads) if rest else []
             for position in rest:
                 k = self._route.places[position]
                 self._bring(place, position, grads[k], are_own[k])
@@ -217,9 +219,15 @@ class Overlap:
         """Give the gradients of all shards, added up."""
         if self._span.is_open:  # What is new is compared before anything is sent.
             self._span.layout  # noqa: B018
-        rows = [[_dense(grad) for grad in row] for row in self._rows]
-        totals = reduce_rows(rows) if len(rows) > 1 else rows[0]
-        self._sums.put_all((k, total) for k, total in enumerate(totals) if total is not None)
+        rows = self._rows
+        if len(rows) > 1:  # In memory of their own.
+            totals, are_own = reduce_rows(rows), [True] * len(rows[0])
+        else:
+            totals, are_own = rows[0], self._are_own
+        self._sums.put_all(
+            (k, total if total.layout is torch.strided else total.to_dense(), is_own)
+            for k, (total, is_own) in enumerate(zip(totals, are_own, strict=True)) if total is not None
+        )  # fmt: skip
 
     def _put_tail(self, weight: float, value: Tensor | None, failed: float = 0.0) -> None:
         """Give what travels behind the gradients."""
@@ -229,7 +237,7 @@ class Overlap:
         marks = [float(code // _MARKS**k % _MARKS + 1) for k in range(_NUM_MARKS)]
         head = 0.0 if value is None or not value.is_cpu else value.item()
         numbers = [head, weight, failed, *marks, *(mark * mark for mark in marks)]
-        tail = torch.tensor(numbers, dtype=dtype, device=device)
+        tail = torch.tensor(numbers, dtype=dtype).to(device)
         if value is not None and not value.is_cpu:  # Without a wait for it.
             tail[0] = value
         self._sums.put(len(self._route.places), tail, reusable=True)
@@ -245,7 +253,7 @@ class Overlap:
         if self._span.is_open:  # What is new is compared before anything is sent.
             self._span.layout  # noqa: B018
         if grad is not None and grad.layout is not torch.strided:
-            grad, is_own = _dense(grad), True
+            grad, is_own = grad.to_dense(), True
         mark = None
         if self._is_ordered:
             self._sides[place], mark = _streams.side(), _streams.mark()
@@ -282,10 +290,6 @@ class Overlap:
             _streams.wait(event, self._device)
             _streams.received(total)
         _streams.received(self._values)
-
-
-def _dense(grad: Gradient) -> Gradient:
-    return grad if grad is None or grad.layout is torch.strided else grad.to_dense()
 
 
 def _has_gradient(leaf: Any) -> bool:
