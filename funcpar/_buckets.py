@@ -96,7 +96,8 @@ class Buckets:
         if len(bucket) == 1:
             parts: Sequence[Tensor] = [room]
         else:  # In memory of their own: a part of a bucket would keep all of it alive.
-            parts = torch._foreach_mul(room.split_with_sizes([tensor.numel() for tensor in given]), 1)
+            copied: Any = torch.split_with_sizes_copy  # Torch's stub has it return nothing.
+            parts = copied(room, [tensor.numel() for tensor in given])
         for k, tensor, part in zip(bucket, given, parts, strict=True):
             shape, dtype, _ = self.messages.kinds[k]
             if not tensor.is_contiguous():  # The order of dimensions in memory is kept.
