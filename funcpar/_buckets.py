@@ -94,8 +94,8 @@ class Buckets:
         bucket = self.messages.buckets[number]
         given = [pair[0] for k in bucket if (pair := self._given[k])]
         if len(rooms) < len(bucket):  # A part of a bucket would keep all of it alive.
-            parts = rooms[0].split_with_sizes([tensor.numel() for tensor in given])
-            rooms = torch._foreach_mul(parts, 1)
+            copied: Any = torch.split_with_sizes_copy  # Torch's stub has it return nothing.
+            rooms = copied(rooms[0], [tensor.numel() for tensor in given])
         for k, tensor, room in zip(bucket, given, rooms, strict=True):
             shape, dtype, _ = self.messages.kinds[k]
             total = room if room.shape == shape else room.view(shape)

@@ -211,11 +211,15 @@ class Step:
         bundles, key = plan.kind.bundles, (plan.rows, torch.get_num_threads())
         bundle = bundles.get(key)
         if bundle is None:
-            leaves, _ = self._gradient.differentiated(*split.rebuild(range(len(split.whole))))
-            places = [k for k in leaves if is_differentiable(split.whole[k])]
+            # One tensor may be there twice, and a type that the user registered may look at it.
+            marks = [leaf.detach() if is_differentiable(leaf) else leaf for leaf in split.whole]
+            place_of = {id(mark): k for k, mark in enumerate(marks)}
+            leaves, _ = self._gradient.differentiated(*split.rebuild(marks))
+            places = [place_of[id(leaf)] for leaf in leaves if is_differentiable(leaf)]
             # Not the split, nor this step: the batch would live on in them.
             whole = _steps.whole(self._gradient, split.axes, places, list(plan.rows), is_mean)
-            make = functools.partial(Graph, self._compilation.where, whole, plan.recorded)
+            threads = split.devices[0].threads
+            make = functools.partial(Graph, self._compilation.where, whole, plan.recorded, threads)
             bundle = bundles.setdefault(key, Bundle(make, places))
         return bundle
 

@@ -36,9 +36,12 @@ class Graph:
         where: The call for messages, such as ``pmap(train_step, compile=True)``.
         fun: What is compiled, as one graph.
         detached: Whether a tensor that requires a gradient must not be part of it.
+        threads: How many threads generated code uses, None for those of the thread that compiles.
     """
 
-    def __init__(self, where: str, fun: Callable[..., Any], detached: bool) -> None:
+    def __init__(
+        self, where: str, fun: Callable[..., Any], detached: bool, threads: int | None = None
+    ) -> None:
         self.where = where
         self._plain = fun
         dynamo: Any = torch._dynamo
@@ -51,7 +54,9 @@ class Graph:
                 _refuse_gradients(graph, inputs)
             _refuse(graph, _written_to(graph))
             # What torch takes from its cache on disk comes without a word on what it writes to.
-            with _functorch_config().patch(enable_autograd_cache=False):
+            cached = _config("functorch").patch(enable_autograd_cache=False)
+            used = {} if threads is None else {"cpp.threads": threads}
+            with cached, _config("inductor").patch(used):
                 code = BACKEND(graph, inputs)
             _refuse(graph, _mutated())
             return code
@@ -119,8 +124,8 @@ def _draws(aten: Any) -> bool:
     return any(torch.Tag.nondeterministic_seeded in getattr(each, "tags", ()) for each in called)
 
 
-def _functorch_config() -> Any:
-    return importlib.import_module("torch._functorch.config")
+def _config(name: str) -> Any:
+    return importlib.import_module(f"torch._{name}.config")
 
 
 BACKEND: Callable[[Any, Sequence[Any]], Any] = _inductor

@@ -292,10 +292,9 @@ class Merge:
 
 
 def _add_scaled(total: Tensor | None, leaf: Tensor, share: float) -> Tensor:
-    factor: float | Tensor = share
     if is_transformed():  # A tensor: the tangent of a 0-d tensor times a Python float would be float64.
         real = leaf.real.dtype if leaf.is_complex() else leaf.dtype
-        factor = torch.full((), share, dtype=real, device=leaf.device)
-    # Rounded twice, as in a graph of all shards, which must give the same bits.
-    term = leaf * factor
+        term = leaf * torch.full((), share, dtype=real, device=leaf.device)
+    else:  # Rounded twice, as in a graph of all shards, which must give the same bits.
+        term = leaf * share
     return term if total is None else total + term

@@ -228,6 +228,14 @@ def orders_of_keys(rows: tuple[int, ...]) -> list[Any]:
 
 
 @joined
+def complex_gradients() -> Any:
+    """Return the gradients of complex leaves that leave in one message, some of them infinite."""
+    params = {name: torch.ones(2, dtype=torch.complex64) for name in "ab"}
+    loss = lambda params, x: x.mean() * (params["a"].real * math.inf + params["b"].abs()).sum()
+    return fp.pmap(fp.grad(loss))(params, torch.ones(2))
+
+
+@joined
 def broadcast() -> tuple[dict[str, Any], Tensor]:
     """Return what process 1 had, and what this one had."""
     index = fp.distributed.process_index()

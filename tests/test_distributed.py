@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import math
 import os
 import sys
 from typing import Any
@@ -161,6 +162,11 @@ def test_gradients_are_summed_by_name_whatever_the_order_of_keys():
         for step, backward, expected in zip(found[::3], found[1::3], found[2::3], strict=True):
             assert_close(step, expected, "step")
             assert_close(backward, expected, "backward")
+
+
+def test_infinite_complex_gradients_have_their_imaginary_parts():
+    for found in processes.values(several_processes.complex_gradients, 2, 1):
+        assert found["a"].tolist() == [complex(math.inf, 0.0)] * 2 and found["b"].tolist() == [1.0] * 2
 
 
 def test_values_are_broadcast_from_one_process():
