@@ -25,6 +25,7 @@ from funcpar._closure import holds_compiled
 from funcpar._differentiate import Seed, recordable
 from funcpar._grad import Evaluation, GradientFunction, is_differentiable
 from funcpar._graphs import Graph
+from funcpar._reduce import are_small
 from funcpar._split import Split
 from funcpar._standstill import num_compiled
 from funcpar._world import autocast_states, is_transformed, num_levels
@@ -195,7 +196,7 @@ class Step:
         call = _recordable(args, kwargs)
         with torch.inference_mode(False), torch.no_grad():
             value, aux, grads = graph(*call, _seed(factor))
-            if plan.takes_turns and rank == 0:
+            if plan.takes_turns and rank == 0 and are_small(grads):
                 plan.kind.seconds[plan.rows[0]] = seconds_of(graph, *call, _seed(factor))
         if factor == 0.0:  # What does not count has no gradient: 0 times 0/0 would be NaN.
             grads = [None] * len(grads)
