@@ -243,6 +243,7 @@ def install() -> None:
         if isinstance(dynamo.compile_lock, CompileLock):
             return
         _keep_out()
+        _count_outside_of_shards()
         sys.modules["torch._dynamo"].allow_in_graph(owned_clone)
         dynamo.compile_lock = CompileLock(lock)
 
@@ -260,6 +261,21 @@ def _keep_out() -> None:
                 # Called by what is not traced, it is not worth a graph of its own.
                 if isinstance(fun, types.FunctionType) and fun.__code__.co_filename == str(path):
                     frames.skip_code(fun.__code__)
+
+
+def _count_outside_of_shards() -> None:
+    """Keep shards from a count of torch's, of frames under ``fullgraph=True``, that is one for the process.
+
+    Two threads in such functions at once may leave it at 0, and then nothing behind a graph break is compiled
+    any more in any thread; or one is told that it has compiled nothing. A thread without a shard counts.
+    """
+    frames: Any = sys.modules["torch._dynamo.eval_frame"]
+    original = frames.set_fullgraph_compiled_frame_count
+
+    def set_fullgraph_compiled_frame_count(count: int) -> int:
+        return 0 if _here.depth else int(original(count))
+
+    frames.set_fullgraph_compiled_frame_count = set_fullgraph_compiled_frame_count
 
 
 # What a compiled function may call as part of its graph. All else here would be torn into pieces: it

@@ -212,3 +212,21 @@ def test_many_callers_with_different_signatures_get_right_numbers_and_one_graph_
     (mapped,) = (inner for inner in cells if hasattr(inner, "compilation"))
     assert sum(len(kind.graphs) for kind in mapped.compilation._kinds.values()) == len(sizes)
     assert _standstill._state.running == 0
+
+
+def test_shards_leave_the_count_of_compiled_frames_alone():
+    set_count = torch._C._dynamo.eval_frame.set_fullgraph_compiled_frame_count
+    seen: list[int] = []
+
+    def backend(graph, example):
+        def run(*args):
+            seen.append(set_count(-1))
+            return graph.forward(*args)
+
+        return run
+
+    compiled = torch.compile(lambda x: x * 2, backend=backend, fullgraph=True)
+    for _ in range(2):
+        assert torch.equal(fp.pmap(compiled, in_axes=0, devices=3)(ROWS), ROWS * 2)
+    assert seen == [-1] * 6
+    assert torch.equal(compiled(ROWS), ROWS * 2) and seen[-1] >= 0  # Outside of shards it counts.
