@@ -1,7 +1,7 @@
 """The command: measure what is asked for, print tables, write figures and plots.
 
 python -m benchmarks                      everything, some 20 minutes
-python -m benchmarks --quick              less exactly, no ResNet, nothing compiled: a good minute
+python -m benchmarks --quick              less exactly, no ResNet, nothing compiled: less than a minute
 python -m benchmarks --only cnn           one part
 """
 
@@ -192,7 +192,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         description=DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--quick", action="store_true", help="measure less exactly, in a good minute")
+    parser.add_argument("--quick", action="store_true", help="measure less exactly, in less than a minute")
     parser.add_argument(
         "--devices", type=_positive, default=torch.get_num_threads(), metavar="COUNT",
         help="virtual devices of a training step (default: torch's number of threads, here %(default)s)",
