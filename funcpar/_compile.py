@@ -19,11 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcpar import _steps, tree
-from funcpar._bundle import SHORT, Args, Bundle, Kwargs, seconds_of
+from funcpar import _bundle, _steps, tree
+from funcpar._bundle import Args, Bundle, Kwargs, seconds_of
 from funcpar._closure import holds_compiled
 from funcpar._differentiate import Seed, recordable
-from funcpar._grad import Evaluation, GradientFunction, is_differentiable
+from funcpar._grad import Evaluation, GradientFunction
+from funcpar._graph import is_differentiable
 from funcpar._graphs import Graph
 from funcpar._reduce import are_small
 from funcpar._split import Split
@@ -207,7 +208,7 @@ class Step:
     def bundle(self, split: Split, is_mean: bool) -> Bundle | None:
         """Return the one graph for all shards, and what is known of it; None if they are not short."""
         plan = self._plan
-        if plan.kind.seconds_of(plan.rows[0]) * len(plan.rows) > SHORT:
+        if plan.kind.seconds_of(plan.rows[0]) * len(plan.rows) > _bundle.SHORT:
             return None
         bundles, key = plan.kind.bundles, (plan.rows, torch.get_num_threads())
         bundle = bundles.get(key)

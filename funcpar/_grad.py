@@ -19,7 +19,7 @@ from torch import Tensor
 from funcpar import tree
 from funcpar._asked import asked, handled
 from funcpar._differentiate import by_autograd, by_torch_func, recordable
-from funcpar._graph import Gradient, GradientHook, holds_tensors, is_smooth, own_all
+from funcpar._graph import Gradient, GradientHook, holds_tensors, is_differentiable, own_all
 from funcpar._world import in_torch_func
 
 # Given a function of the differentiable leaves, those leaves, and which of all leaves they are.
@@ -285,8 +285,3 @@ def _name_of(fun: Callable[..., Any]) -> str:
 def differentiable(leaves: list[Any]) -> list[int]:
     """Return which leaves get a gradient."""
     return [k for k, leaf in enumerate(leaves) if is_differentiable(leaf)]
-
-
-def is_differentiable(leaf: Any) -> bool:
-    """Tell whether a leaf gets a gradient."""
-    return isinstance(leaf, Tensor) and is_smooth(leaf)

@@ -173,6 +173,11 @@ def is_smooth(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
+def is_differentiable(leaf: Any) -> bool:
+    """Tell whether a leaf gets a gradient."""
+    return isinstance(leaf, Tensor) and is_smooth(leaf)
+
+
 def innermost(tensor: Tensor) -> Tensor:
     """Return what a tensor wraps, below all torch.func transforms."""
     while torch._C._functorch.is_functorch_wrapped_tensor(tensor):

@@ -143,7 +143,6 @@ def test_a_finished_call_is_kept_by_nobody(bundles):
 
 def test_shards_that_are_not_short_keep_their_workers(monkeypatch, bundles):
     monkeypatch.setattr(_bundle, "SHORT", 0.0)
-    monkeypatch.setattr("funcpar._compile.SHORT", 0.0)
     mapped = fp.pmap(fp.value_and_grad(loss_fn), devices=2, compile=True)
     assert same(mapped(W, ROWS), mapped(W, ROWS))
     assert bundles == [] and counters["stats"]["unique_graphs"] == 2  # 7 rows and 6.
