@@ -137,8 +137,7 @@ class Sums:
 
     def put(self, k: int, tensor: Tensor, reusable: bool) -> None:
         """Give one tensor; if it is reusable, its memory may come to hold the sum."""
-        with self._lock:
-            self._give(k, tensor, reusable)
+        self.put_all([(k, tensor, reusable)])
 
     def put_all(self, tensors: Iterable[tuple[int, Tensor, bool]]) -> None:
         """Give several."""
@@ -167,11 +166,7 @@ class Sums:
     def _fill(self) -> None:
         for k in self._buckets.missing():
             shape, dtype, device = self._buckets.messages.kinds[k]
-            self._give(k, torch.zeros(shape, dtype=dtype, device=device), True)
-
-    def _give(self, k: int, tensor: Tensor, reusable: bool) -> None:
-        """Take one tensor."""
-        self._buckets.give(k, tensor, reusable)
+            self._buckets.give(k, torch.zeros(shape, dtype=dtype, device=device), True)
         self._send()
 
     def _send(self) -> None:

@@ -20,7 +20,7 @@ from funcpar import _streams
 from funcpar._buckets import Messages, Sums
 from funcpar._columns import Columns
 from funcpar._devices import Device
-from funcpar._graph import Gradient, GradientHook, is_smooth, owned
+from funcpar._graph import Gradient, GradientHook, is_differentiable, owned
 from funcpar._reduce import add_in_place, add_up, reduce_rows
 from funcpar._span import Span
 from funcpar._world import autocast_states
@@ -60,7 +60,7 @@ class Route:
         ``device`` is where this process has their sums.
         """
         # Backward reaches the last layers first.
-        places = [k for k in reversed(order) if axes[k] is None and _has_gradient(leaves[k])]
+        places = [k for k in reversed(order) if axes[k] is None and is_differentiable(leaves[k])]
         kinds = [(leaves[k].shape, leaves[k].dtype, device) for k in places]
         dtypes = {dtype for _, dtype, _ in kinds}
         # It rides with the gradients, unless it would be rounded more than they are.
@@ -149,12 +149,13 @@ class Overlap:
                 f"argument, so that gradients would be part of a graph; over processes they cannot be.\n"
                 f"Detach that tensor, pass it as an argument, or make the call under torch.no_grad()."
             )
-        rest = [] if self._is_at_once else self._columns.lacking(place)
-        are_own = owned(grads) if rest or self._is_at_once else []
         if self._is_at_once:
+            if len(self._rows) == 1:  # Asked while one list alone has them; sums of several are new memory.
+                are_own = owned(grads)
+                self._are_own = [are_own[k] for k in self._route.places]
             self._rows[place] = [grads[k] for k in self._route.places]
-            self._are_own = [are_own[k] for k in self._route.places]
-        else:
+        elif rest := self._columns.lacking(place):
+            are_own = owned(grads)
             for position in rest:
                 k = self._route.places[position]
                 self._bring(place, position, grads[k], are_own[k])
@@ -290,7 +291,3 @@ class Overlap:
             _streams.wait(event, self._device)
             _streams.received(total)
         _streams.received(self._values)
-
-
-def _has_gradient(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and is_smooth(leaf)
