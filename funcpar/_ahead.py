@@ -130,5 +130,5 @@ class Round:
         found: list[Any] = [None] * len(self._leaves)
         for number, (room, event) in self._sums.items():
             _streams.wait(event, self._places[0])
-            self._buckets[0].unpack(number, [room], found)
+            self._buckets[0].unpack(number, room, found)
         return {k: total for k, total in zip(self._leaves, found, strict=True) if total is not None}

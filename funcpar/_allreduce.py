@@ -94,7 +94,7 @@ def _sums(rows: Sequence[Sequence[Any]], sides: Sequence[Any]) -> list[Any]:
         for number in range(len(messages.buckets)):
             rooms = [theirs.packed(number) for theirs in buckets]
             add_to_first(rooms, places)
-            buckets[0].unpack(number, rooms[:1], found)
+            buckets[0].unpack(number, rooms[0], found)
         done = _streams.ready_on(places[0])
     _streams.wait(done, places[0])
     _streams.received(found)

@@ -45,9 +45,12 @@ class Binder:
         except (TypeError, ValueError):  # A builtin without one.
             self.signature = None
         self.parameters = list(self.signature.parameters.values()) if self.signature else []
-        self.simple = self.signature is not None and all(
+        self._names = [p.name for p in self.parameters]
+        self._simple = self.signature is not None and all(
             p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD for p in self.parameters
         )
+        required = [k for k, p in enumerate(self.parameters, 1) if p.default is p.empty]
+        self._num_required = max(required, default=0)
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Argument]:
         """Return the arguments in the order of the parameters.
@@ -61,13 +64,11 @@ class Binder:
                 for k, value in enumerate(args)
             ]
             return named + [Argument(key, key, None, value, key) for key, value in kwargs.items()]
-        if self.simple and not kwargs and len(args) <= len(self.parameters):
-            required = [p for p in self.parameters[len(args) :] if p.default is p.empty]
-            if not required:
-                return [
-                    Argument(p.name, p.name, k, value, is_first=k == 0)
-                    for k, (p, value) in enumerate(zip(self.parameters, args, strict=False))
-                ]
+        if self._simple and not kwargs and self._num_required <= len(args) <= len(self.parameters):
+            return [
+                Argument(name, name, k, value, is_first=k == 0)
+                for k, (name, value) in enumerate(zip(self._names, args, strict=False))
+            ]
         return self._bind(self.signature.bind(*args, **kwargs).arguments, kwargs)
 
     def _bind(self, bound: dict[str, Any], kwargs: dict[str, Any]) -> list[Argument]:

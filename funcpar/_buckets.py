@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch._utils import _flatten_dense_tensors
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from funcpar import _streams
 from funcpar._link import Link
@@ -77,31 +77,40 @@ class Buckets:
         """Return which tensors are not there."""
         return [k for k, given in enumerate(self._given) if given is None]
 
-    def rooms(self, number: int) -> list[Tensor]:
-        """Return for each tensor of a complete bucket contiguous memory that may be written to."""
-        return [_writable(*pair) for k in self.messages.buckets[number] if (pair := self._given[k])]
-
     def packed(self, number: int) -> Tensor:
-        """Return the tensors of a complete bucket in one such memory."""
+        """Return the tensors of a complete bucket in one contiguous memory that may be written to."""
         given = [pair for k in self.messages.buckets[number] if (pair := self._given[k])]
         if len(given) == 1:
             return _writable(*given[0])
-        flat: Tensor = _flatten_dense_tensors([tensor.detach() for tensor, _ in given])  # type: ignore[no-untyped-call]
+        flat = joined([tensor for tensor, _ in given])
         return flat.to(_WIDER.get(flat.dtype, flat.dtype))
 
-    def unpack(self, number: int, rooms: Sequence[Tensor], found: list[Any]) -> None:
-        """Write into ``found`` what a bucket's memory has come to hold, be it one or one for each tensor."""
+    def unpack(self, number: int, room: Tensor, found: list[Any]) -> None:
+        """Write into ``found`` what the memory of a bucket has come to hold."""
         bucket = self.messages.buckets[number]
         given = [pair[0] for k in bucket if (pair := self._given[k])]
-        if len(rooms) < len(bucket):  # A part of a bucket would keep all of it alive.
-            copied: Any = torch.split_with_sizes_copy  # Torch's stub has it return nothing.
-            rooms = copied(rooms[0], [tensor.numel() for tensor in given])
-        for k, tensor, room in zip(bucket, given, rooms, strict=True):
-            shape, dtype, _ = self.messages.kinds[k]
-            total = room if room.shape == shape else room.view(shape)
-            if not tensor.is_contiguous():  # The order of dimensions in memory is kept.
-                total = torch.empty_like(tensor, dtype=dtype).copy_(total)
+        alone = len(bucket) == 1 and given[0].is_contiguous()
+        for k, total in zip(bucket, [room] if alone else parted(room.view(-1), given), strict=True):
+            dtype = self.messages.kinds[k][1]
             found[k] = total if total.dtype is dtype else total.to(dtype)
+
+
+def joined(tensors: Sequence[Tensor]) -> Tensor:
+    """Return tensors of one dtype as one flat one, in new memory."""
+    plain = [tensor.detach() if tensor.requires_grad else tensor for tensor in tensors]
+    flat: Tensor = _flatten_dense_tensors(plain)  # type: ignore[no-untyped-call]
+    return flat
+
+
+def parted(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """Return what a flat tensor holds, each in memory of its own, in shape and order like others."""
+    parts: Sequence[Tensor] = _unflatten_dense_tensors(flat, like)  # type: ignore[no-untyped-call]
+    return [
+        # Torch's function knows one empty shape alone.
+        part.clone() if each.is_contiguous() and part.shape == each.shape
+        else torch.empty_like(each, dtype=part.dtype).copy_(part.view(each.shape))
+        for part, each in zip(parts, like, strict=True)
+    ]  # fmt: skip
 
 
 def _writable(tensor: Tensor, reusable: bool) -> Tensor:
@@ -124,7 +133,7 @@ class Sums:
         self._link = link
         self._call = call
         self._buckets = Buckets(messages)
-        self._sent: list[tuple[list[Tensor], Any]] = []
+        self._sent: list[tuple[Tensor, Any]] = []
         self._lock = threading.Lock()
 
     @classmethod
@@ -151,10 +160,10 @@ class Sums:
         with self._lock:
             self._fill()
             found: list[Any] = [None] * len(self._buckets.messages.kinds)
-            for number, (rooms, work) in enumerate(self._sent):
-                self._link.wait(self._call, work)
-                _streams.received(rooms)
-                self._buckets.unpack(number, rooms, found)
+            for number, (room, work) in enumerate(self._sent):
+                self._link.wait(self._call, work, room.is_cpu)
+                _streams.received([room])
+                self._buckets.unpack(number, room, found)
         return found
 
     def abandon(self) -> None:
@@ -173,11 +182,8 @@ class Sums:
         """Let the buckets go that are complete, in order."""
         messages = self._buckets.messages
         while len(self._sent) < len(messages.buckets) and self._buckets.is_complete(len(self._sent)):
-            number = len(self._sent)
-            is_cpu = messages.kinds[messages.buckets[number][0]][2].type == "cpu"
-            # Gloo packs what travels together, in a thread of its own.
-            rooms = self._buckets.rooms(number) if is_cpu else [self._buckets.packed(number)]
-            self._sent.append((rooms, self._link.start_sum(rooms)))
+            room = self._buckets.packed(len(self._sent))
+            self._sent.append((room, self._link.start_sum(room)))
 
 
 def _planned(kinds: Sequence[Kind]) -> list[list[int]]:

@@ -27,8 +27,9 @@ from funcpar._graph import Gradient
 from funcpar._group import find
 from funcpar._joint import call_shards
 from funcpar._merge import Merge
-from funcpar._overlap import Overlap, Route
+from funcpar._overlap import Overlap
 from funcpar._reduce import are_small, reduce_rows
+from funcpar._route import Route
 from funcpar._span import Span
 from funcpar._split import Split
 
@@ -56,7 +57,6 @@ class Fused:
         merge: How outputs are merged.
         value_spec: ``"mean"`` or ``"sum"``.
         aux_spec: A prefix of aux.
-        routes: How gradients leave for other processes, by signature.
         compiled: The gradient function compiled, None if it is not.
         found: What each shard evaluated.
         totals: Sums over shards of the gradients of replicated leaves.
@@ -74,7 +74,6 @@ class Fused:
     merge: Merge
     value_spec: str
     aux_spec: Any
-    routes: dict[Any, Route]
     compiled: Step | None = None
     found: dict[int, Found] = field(default_factory=dict)
     totals: dict[int, Gradient] = field(default_factory=dict)
@@ -82,11 +81,9 @@ class Fused:
     value: Tensor | None = None
     order: Sequence[int] = ()
     ahead: Ahead | None = field(init=False, default=None)
-    is_small: bool = field(init=False)
+    is_small: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
-        shared = [leaf for leaf, axis in zip(self.split.whole, self.split.axes, strict=True) if axis is None]
-        self.is_small = self.frame.is_cpu and are_small(shared)
         if not self.frame.is_cpu and self.compiled is None:
             self.ahead = Ahead.of(self.frame.devices)
 
@@ -103,15 +100,17 @@ class Fused:
             args, kwargs = self.split.rebuild(self.split.leaves[0])
             return self.frame.run([lambda: self.fun(*args, **kwargs)])[0]
         bodies = [functools.partial(self._body, place) for place in range(size)]
-        if span is None:
-            if self.compiled is not None:
-                return self._compiled(self.compiled, bodies)
-            return self._answer(call_shards(self.frame, bodies, self.split.leaves))
-        self.order = self._route(span).order
-        if not span.is_recorded:
-            return self._overlapped(bodies, span)
-        span.open()
-        self.split.share(span.copied)
+        if span is not None:
+            route = self._route(span)
+            self.order = route.order
+            if not span.is_recorded:
+                return self._overlapped(bodies, span, route)
+            span.open()
+            self.split.share(span.copied)
+        shared = [leaf for leaf, axis in zip(self.split.whole, self.split.axes, strict=True) if axis is None]
+        self.is_small = self.frame.is_cpu and are_small(shared)
+        if span is None and self.compiled is not None:
+            return self._compiled(self.compiled, bodies)
         return self._answer(call_shards(self.frame, bodies, self.split.leaves))
 
     def _compiled(self, step: Step, bodies: Sequence[Any]) -> Any:
@@ -144,11 +143,10 @@ class Fused:
         found.aux = self.merge.trees(self.aux_spec, found.aux) if self.gradient.has_aux else None
         return self.gradient.answer(found, self.gradient.finish(found.leaves, found.grads))
 
-    def _overlapped(self, bodies: Sequence[Any], span: Span) -> Any:
+    def _overlapped(self, bodies: Sequence[Any], span: Span, route: Route) -> Any:
         """Return the same, gradients having been summed over processes while backward ran."""
         while True:
-            is_mean = self.value_spec == "mean"
-            self.overlap = Overlap(span, self.frame.devices, self._route(span), is_mean)
+            self.overlap = Overlap(span, self.frame.devices, route, self.value_spec == "mean")
             try:
                 answers = call_shards(self.frame, bodies, self.split.leaves, is_joined=False)
                 totals = self.overlap.totals()
@@ -163,21 +161,20 @@ class Fused:
     def _route(self, span: Span) -> Route:
         """Return how the gradients leave, found out once for all calls alike."""
         # What a partial holds may be another tree in the next call, and is no part of the signature.
-        routes = self.routes if self.fun is self.gradient else {}
-        key = span.key, self.split.form()
-        route = routes.get(key)
-        if route is None:
-            found: list[Any] = []
+        if span.signature.route is not None and self.fun is self.gradient:
+            return span.signature.route
+        found: list[Any] = []
 
-            def handler(gradient: GradientFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-                found[:] = gradient.differentiated(args, kwargs)
+        def handler(gradient: GradientFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            found[:] = gradient.differentiated(args, kwargs)
 
-            args, kwargs = self.split.rebuild(self.split.leaves[0])
-            with handled(self.gradient, handler):
-                self.fun(*args, **kwargs)
-            leaves, spec = found
-            axes = self.axes(self.places(leaves, self.split.leaves[0]))
-            route = routes[key] = Route.of(leaves, axes, spec.order(), self.frame.devices[0].torch_device)
+        args, kwargs = self.split.rebuild(self.split.leaves[0])
+        with handled(self.gradient, handler):
+            self.fun(*args, **kwargs)
+        leaves, spec = found
+        axes = self.axes(self.places(leaves, self.split.leaves[0]))
+        route = Route.of(leaves, axes, spec.order(), self.frame.devices[0].torch_device)
+        span.signature.route = route
         return route
 
     def _answer(self, answers: list[list[Any]]) -> Any:
@@ -186,20 +183,19 @@ class Fused:
         if self.merge.donation is not None:
             self.split.leaves = []  # What is held here could not be given away.
             self.merge.donation.open([*answers, list(self.totals.values())])
-        structures = [self.found[place].aux for place in range(len(answers))]
-        count = structures[0].num_leaves
-        values = [answer[0] for answer in answers]
-        auxes = [
-            tree.unflatten(spec, answer[1 : 1 + spec.num_leaves])
-            for spec, answer in zip(structures, answers, strict=True)
-        ]
         found = self.found[0].evaluation
         if self.value is None:
-            found.value = self.merge.column(self.value_spec, values, "the value")
+            found.value = self.merge.column(self.value_spec, [answer[0] for answer in answers], "the value")
         else:
             found.value = self.value
-        found.aux = self.merge.trees(self.aux_spec, auxes) if self.gradient.has_aux else None
-        rows = [answer[1 + count :] for answer in answers]
+        if self.gradient.has_aux:
+            structures = [self.found[place].aux for place in range(len(answers))]
+            auxes = [
+                tree.unflatten(spec, answer[1 : 1 + spec.num_leaves])
+                for spec, answer in zip(structures, answers, strict=True)
+            ]
+            found.aux = self.merge.trees(self.aux_spec, auxes)
+        rows = [answer[1 + self.found[0].aux.num_leaves :] for answer in answers]
         return self.gradient.answer(found, self._gradients(rows))
 
     def _body(self, place: int, leaves: list[Any]) -> list[Any]:
@@ -207,7 +203,8 @@ class Fused:
         with handled(self.gradient, functools.partial(self.evaluate, leaves)):
             found: Evaluation = self.fun(*args, **kwargs)
         aux_leaves, aux_spec = tree.flatten(found.aux) if self.gradient.has_aux else _NO_AUX
-        places = [] if self.is_small and place else self.places(found.leaves, leaves)
+        is_asked = place == 0 or not (self.is_small or self.overlap)
+        places = self.places(found.leaves, leaves) if is_asked else []
         self.found[place] = Found(found, aux_spec, places)
         if self.overlap is not None:
             self.overlap.end(place, found.value, found.grads)
@@ -241,8 +238,8 @@ class Fused:
         seed = None if whole else functools.partial(self._seed, place)
         if self.compiled is not None:
             return self.compiled.evaluate(place, args, kwargs, seed)
-        hook: Any = None if self.overlap is None else functools.partial(self.overlap.hook, place)
-        if self.ahead is not None and hook is None:
+        hook: Any = None if self.overlap is None else self.overlap.hook(place)
+        if self.ahead is not None and self.overlap is None:
             mine, _ = gradient.differentiated(args, kwargs)
             hook = self.ahead.hook(place, mine, self.axes(self.places(mine, leaves)))
         return gradient.evaluate(args, kwargs, seed, hook)

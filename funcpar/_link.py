@@ -13,7 +13,7 @@ import contextlib
 import datetime
 import pickle
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NoReturn
 
@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from funcpar._background import stay_awake
 from funcpar._errors import ProcessFailedError, ReplicaMismatchError
 from funcpar._packing import packed, unpacked
 from funcpar._whereabouts import Whereabouts
@@ -126,24 +127,22 @@ class Link:
                 for k, ((theirs, kinds, _), row) in enumerate(zip(words, rows, strict=True))
             ]
 
-    def start_sum(self, tensors: Sequence[Tensor]) -> Any:
-        """Begin to replace contiguous tensors of one dtype by their sums over processes, in one message.
-
-        :meth:`wait` ends it.
-        """
-        flat = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
-        group = self._words if tensors[0].is_cpu else self._tensors
+    def start_sum(self, tensor: Tensor) -> Any:
+        """Begin to replace a contiguous tensor by its sum over processes; :meth:`wait` ends it."""
+        flat = torch.view_as_real(tensor) if tensor.is_complex() else tensor
         # The checks of dist.all_reduce take as long as a small layer.
-        return group.allreduce(flat) if len(flat) == 1 else group.allreduce_coalesced(flat)
+        return (self._words if tensor.is_cpu else self._tensors).allreduce([flat])
 
-    def wait(self, call: str, work: Any) -> None:
-        """Wait for what was begun.
+    def wait(self, call: str, work: Any, on_cpu: bool = True) -> None:
+        """Wait for what was begun; for what is not on the CPU the caller's stream waits.
 
         Raises:
             ProcessFailedError: Another process is gone.
             CollectiveTimeoutError: Another process did not come in time.
         """
         try:
+            if on_cpu:
+                stay_awake(work)
             work.wait()
         except RuntimeError as error:
             self._lose(call, error)

@@ -25,11 +25,10 @@ from funcpar._group import current
 from funcpar._joint import call_shards
 from funcpar._link import Link
 from funcpar._merge import Merge
-from funcpar._overlap import Route
 from funcpar._pace import Pace, Paces
 from funcpar._random import Streams
 from funcpar._reducing import reducing
-from funcpar._span import Span
+from funcpar._span import Signature, Span
 from funcpar._split import Split, weights_of
 from funcpar._within import gradient_within, specs_of
 from funcpar._world import is_transformed, is_transformed_tensor
@@ -73,8 +72,7 @@ class Mapped:
         self.checked: set[Any] = set()
         self.is_closure_searched = False
         self.paces = Paces()
-        self.routes: dict[Any, Route] = {}
-        self.signatures: dict[Any, bytes] = {}
+        self.signatures: dict[Any, Signature] = {}
         self.gradient, self.wrapped = gradient_within(fun)
         self.takes_local_gradient = _is_torch_func_gradient(fun)
         if self.gradient is not None:
@@ -137,7 +135,7 @@ class Mapped:
             return self._plain(split, frame, merge, self.out_axes, plan)
         compiled = self.compilation.step(plan)
         specs = self.value_spec, self.aux_spec
-        fused = Fused(self.gradient, self.fun, split, frame, merge, *specs, self.routes, compiled)
+        fused = Fused(self.gradient, self.fun, split, frame, merge, *specs, compiled)
         if self.wrapped:
             return self._plain(split, frame, merge, "auto", plan, fused)
         return fused.run()
@@ -182,9 +180,9 @@ class Mapped:
 
     def _spanning(self, link: Link, arguments: list[Argument], split: Split, weights: list[float]) -> Span:
         """Return the call over all processes; gradients of what they share are summed over them."""
-        leaves = [leaf for leaf in split.whole if isinstance(leaf, Tensor)]
         is_recorded = is_transformed() or (
-            torch.is_grad_enabled() and any(leaf.requires_grad for leaf in leaves)
+            torch.is_grad_enabled()
+            and any(leaf.requires_grad for leaf in split.whole if isinstance(leaf, Tensor))
         )
 
         def kinds() -> dict[str, str]:
@@ -196,14 +194,14 @@ class Mapped:
             }
 
         # The texts, the same in all processes, are long: this one knows them by what is quick to compare.
-        quick = (is_recorded, split.form(), *(
+        quick = (is_recorded, split.form(), *[
             None if axis is not None else
             (leaf.dtype, leaf.shape) if isinstance(leaf, Tensor) else described(leaf)
             for leaf, axis in zip(split.whole, split.axes, strict=True)
-        ))  # fmt: skip
+        ])  # fmt: skip
         signature = self.signatures.get(quick)
         if signature is None:
-            signature = self.signatures[quick] = digest(kinds())
+            signature = self.signatures[quick] = Signature(digest(kinds()))
         return Span(link, self.call, signature, kinds, weights, is_recorded)
 
     def _refuse_closed_over(self, frame: Frame) -> None:

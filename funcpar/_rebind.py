@@ -6,7 +6,7 @@ import sys
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -277,9 +277,9 @@ _TRANSPARENT = (
 )  # fmt: skip
 
 
-def refuse_globals(members: dict[int, Any]) -> None:
+def refuse_globals(kinds: Iterable[type[nn.Module]], members: dict[int, Any]) -> None:
     """Refuse a forward that reads its own module tree through a global variable: it would miss the shell."""
-    for kind in {type(member) for member in members.values() if isinstance(member, nn.Module)}:
+    for kind in kinds:
         forward = kind.forward
         if not isinstance(forward, types.FunctionType) or kind.__module__.startswith("torch.nn."):
             continue

@@ -118,6 +118,7 @@ class _Builder:
         self, tree: nn.Module, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], root: str
     ) -> None:
         self.tree, self.params, self.given_buffers, self.root = tree, params, buffers, root
+        self.kinds: set[type[nn.Module]] = set()  # But for torch's own layers.
         self.members: dict[int, Any] = {}
         self.names: dict[str, Tensor] = {}
         self.buffers: dict[str, ShellBuffer] = {}
@@ -136,6 +137,7 @@ class _Builder:
         cls, entries = type(module), module.__dict__
         known = _KNOWN.get(cls)
         if known is None:
+            self.kinds.add(cls)
             self._refuse(cls, prefix)
         members[id(module)] = shell = object.__new__(cls)
         # Always through __dict__: a module's own __setattr__ may refuse, register, or write elsewhere.
@@ -270,7 +272,7 @@ def make_shell(
             for own, key, value, prefix in builder.pending
         ]
         shared = rebind(kept, builder.members)
-    refuse_globals(builder.members)
+    refuse_globals(builder.kinds, builder.members)
     if parametrize._cache_enabled and any(
         isinstance(m, parametrize.ParametrizationList) for m in shell.modules()
     ):

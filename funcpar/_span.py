@@ -16,6 +16,7 @@ from funcpar._alike import check_alike, described
 from funcpar._errors import ReplicaMismatchError
 from funcpar._graph import is_smooth
 from funcpar._link import Link, Word
+from funcpar._route import Route
 from funcpar._told import PART, SAME, is_differentiated, told_of, with_values, zero_of
 from funcpar._world import is_transformed
 
@@ -55,6 +56,19 @@ class Layout:
         return slice(self.offset, self.offset + self.counts[self.index])
 
 
+@dataclass(slots=True)
+class Signature:
+    """What is known of calls that are alike.
+
+    Attributes:
+        digest: A stand-in for what the processes must agree on.
+        route: How gradients leave for other processes, once it is known.
+    """
+
+    digest: bytes
+    route: Route | None = None
+
+
 class Span:
     """One call over all processes, in this one.
 
@@ -63,8 +77,8 @@ class Span:
     Args:
         link: The line to the other processes.
         call: The call, such as ``pmap(train_step)``.
-        signature: A stand-in for what the processes must agree on.
-        kinds: Returns that, by path.
+        signature: What is known of calls like this one.
+        kinds: Returns what the processes must agree on, by path.
         weights: Weight of each shard here.
         is_recorded: Whether results may be part of the caller's graph.
 
@@ -78,14 +92,15 @@ class Span:
         self,
         link: Link,
         call: str,
-        signature: bytes,
+        signature: Signature,
         kinds: Callable[[], dict[str, str]],
         weights: Sequence[float],
         is_recorded: bool,
     ) -> None:
         self.link = link
         self.call = call
-        self.key = call, signature
+        self.signature = signature
+        self.key = call, signature.digest
         self.weights = tuple(weights)
         self.is_recorded = is_recorded
         self._kinds = kinds

@@ -121,7 +121,7 @@ class Split:
 
     def form(self) -> Hashable:
         """Return the structure of the arguments, and the order of keys, in which their leaves come."""
-        return tuple((keyword, spec, _keys_of(spec)) for keyword, spec in self.arguments)
+        return tuple([(keyword, _form_of(spec)) for keyword, spec in self.arguments])
 
     def undivided(self) -> Split:
         """Return the same call as one shard."""
@@ -130,8 +130,10 @@ class Split:
         return Split(self.devices[:1], rows, [whole], self.axes, self.arguments, whole)
 
 
-def _keys_of(spec: tree.Spec) -> Hashable:
-    return spec.keys if spec.is_flat else (spec.keys, *map(_keys_of, spec.children))
+def _form_of(spec: tree.Spec) -> Hashable:
+    # A spec is new in each call, and takes longer to hash than what it is made of.
+    top = spec.kind.cls if spec.meta is None else spec
+    return top, spec.keys, spec.num_leaves if spec.is_flat else tuple(map(_form_of, spec.children))
 
 
 def cut(leaves: list[Any], axes: list[int | None], sizes: list[int]) -> list[list[Any]]:

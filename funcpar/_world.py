@@ -175,6 +175,11 @@ def autocast_states() -> list[tuple[str, bool, torch.dtype]]:
     return [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _KINDS]
 
 
+def is_autocast() -> bool:
+    """Tell whether autocast is on in this thread, for any device type."""
+    return torch._C._is_any_autocast_enabled()
+
+
 def _set_autocast(states: list[tuple[str, bool, torch.dtype]]) -> None:
     if states != autocast_states():
         for kind, enabled, dtype in states:

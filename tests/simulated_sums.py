@@ -229,10 +229,9 @@ def joined(monkey: Any = Link) -> Any:
     """Be one of several processes, of which there is one: all but the numbers goes the way of several."""
     usual, there = monkey.start_sum, distributed.link
 
-    def start_sum(self: Link, tensors: Any) -> Any:
-        if tensors[0].is_cpu:
-            return usual(self, tensors)
-        (tensor,) = tensors
+    def start_sum(self: Link, tensor: Any) -> Any:
+        if tensor.is_cpu:
+            return usual(self, tensor)
         tensor.mul_(1)
         return Work(recorder.record(books.current(tensor.device)), tensor.device)
 

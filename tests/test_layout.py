@@ -23,7 +23,7 @@ LAYERS = [
         "_staging _copies _transfer _donation",
         "_jvp _world _ops _generators _random _pace _workers _prefetch",
         "_packing _whereabouts _link _alike distributed _told",
-        "_buckets _columns _across _span _overlap _ahead",
+        "_buckets _columns _across _route _span _outgoing _overlap _ahead",
         "_references _rebind _shell _isolation _functional",
         "_maps _request _group _standstill _allreduce _meeting _exchange _differentiate _asked _grad _within",
         "_operand _collectives _gathers _permutations _batchnorm",
