@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from funcpar import tree
-from funcpar._exchange import complete, keep, recording, refuse_foreign, stand_in
+from funcpar._exchange import complete, here, keep, refuse_foreign, stand_in
 from funcpar._graph import ROOT, Gradient, GradientHook, backward, closed_over, refuse_hidden
 from funcpar._world import in_dual_level
 
@@ -28,23 +28,28 @@ def by_autograd(
     outer = torch.is_grad_enabled()
     dual = in_dual_level()
     joined = dual or (outer and any(leaf.requires_grad for leaf in leaves))
-    with _recorded_graph(outer), recording() as tokens:
-        stands = [_stand_in(leaf, joined, dual) for leaf in leaves]
-        stand_in(stands)
-        value, aux = call(*stands)
-        results = [value]
-        if aux is not None:
-            # What the function passes through is the argument, not its stand-in.
-            passed = {id(stand): leaf for stand, leaf in zip(stands, leaves, strict=True)}
-            aux = tree.map(lambda leaf: passed.get(id(leaf), leaf), aux)
-            results += filter(_has_graph, tree.leaves(aux))
-        if not joined:
-            others = closed_over(results, stands)
-            refuse_foreign(others)
-            joined = outer and bool(others)
-        if not joined and any(hooks):
-            _register(value, zip(stands, hooks, strict=True))
-        grads = _backward(value, stands, seed, tokens, joined)
+    tokens: list[Gradient] = []
+    around, here.tokens = here.tokens, tokens
+    try:  # Not a block of its own: Ctrl-C may come as one is left.
+        with _recorded_graph(outer):
+            stands = [_stand_in(leaf, joined, dual) for leaf in leaves]
+            stand_in(stands)
+            value, aux = call(*stands)
+            results = [value]
+            if aux is not None:
+                # What the function passes through is the argument, not its stand-in.
+                passed = {id(stand): leaf for stand, leaf in zip(stands, leaves, strict=True)}
+                aux = tree.map(lambda leaf: passed.get(id(leaf), leaf), aux)
+                results += filter(_has_graph, tree.leaves(aux))
+            if not joined:
+                others = closed_over(results, stands)
+                refuse_foreign(others)
+                joined = outer and bool(others)
+            if not joined and any(hooks):
+                _register(value, zip(stands, hooks, strict=True))
+            grads = _backward(value, stands, seed, tokens, joined)
+    finally:
+        here.tokens = around
     if joined:
         keep(tokens)
         return value, aux, grads

@@ -24,9 +24,9 @@ from torch.autograd import forward_ad
 
 from funcpar._across import gathered
 from funcpar._graph import ROOT, Gradient, apply, is_smooth, is_wrapped, reach
-from funcpar._group import Shard, current, everyones, find, live
+from funcpar._group import Shard, current, find, live
 from funcpar._maps import Extremum, Map
-from funcpar._meeting import here_too, meet
+from funcpar._meeting import everyones, here_too, meet
 from funcpar._request import Call, Request, call_site
 from funcpar._span import Span
 from funcpar._told import zero_of
@@ -39,7 +39,7 @@ class _Here(threading.local):
     tokens: list[Gradient] | None = None
 
 
-_here = _Here()
+here = _Here()
 
 
 class recording:
@@ -49,17 +49,17 @@ class recording:
 
     def __enter__(self) -> list[Gradient]:
         tokens: list[Gradient] = []
-        self._before, _here.tokens = _here.tokens, tokens
+        self._before, here.tokens = here.tokens, tokens
         return tokens
 
     def __exit__(self, *_: object) -> None:
-        _here.tokens = self._before
+        here.tokens = self._before
 
 
 def keep(tokens: list[Gradient]) -> None:
     """Hand the tokens of an inner graph that lives on to the graph around it."""
-    if _here.tokens is not None:
-        _here.tokens += tokens
+    if here.tokens is not None:
+        here.tokens += tokens
 
 
 def stand_in(stands: Sequence[Tensor]) -> None:
@@ -144,8 +144,8 @@ def _carry_out(request: Request, wanted: Map, leaves: list[Tensor]) -> list[Tens
     token: Gradient = None
     if torch.is_grad_enabled():
         token, *outs = apply(_Recorded, request, wanted, outs, ROOT, *leaves)
-    if _here.tokens is not None:
-        _here.tokens.append(token)
+    if here.tokens is not None:
+        here.tokens.append(token)
     return outs
 
 
@@ -177,7 +177,7 @@ def _joined_rows(span: Span, call: Call, values: list[Any]) -> list[Any]:
 
 
 def _refuse_inner_derivative(shard: Shard, request: Request) -> None:
-    if _here.tokens is not None or differentiates_above(shard.group.levels or 0):
+    if here.tokens is not None or differentiates_above(shard.group.levels or 0):
         raise RuntimeError(
             f"{request.name}: the function takes a derivative of what depends on it, and a torch.func "
             f"transform or dual level around pmap makes all shards share one graph.\n"

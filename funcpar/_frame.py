@@ -8,13 +8,16 @@ from functools import partial
 from time import perf_counter
 from typing import Any, NoReturn, TypeAlias
 
-from funcpar import _functional, _group, _random, _streams
+from funcpar import _exchange, _group, _random, _standstill, _streams
+from funcpar._asked import asked
 from funcpar._devices import Device
+from funcpar._dynamo import install
 from funcpar._errors import CollectiveTimeoutError, ReplicaMismatchError, ShardAborted
 from funcpar._group import Group, Shard, current
+from funcpar._isolation import isolate, isolation
 from funcpar._pace import Pace
 from funcpar._span import Span
-from funcpar._standstill import Presence, install
+from funcpar._standstill import Presence
 from funcpar._workers import Outcome, Relay, run
 from funcpar._world import is_transformed, num_levels, untraced
 
@@ -68,31 +71,48 @@ class Frame:
         inside = current() is not None
         levels = num_levels() if is_transformed() else None
         install()
-        relay = None if pace is None or self.takes_turns or pace.is_together() else Relay()
+        apart = pace is not None and not self.takes_turns and not pace.is_together()
+        relay = Relay.of(self.devices) if apart else None
         presence = Presence(self.takes_turns, None if relay is None else relay.hand_on)
         group = Group(
             self.axis, size, self.weights, inside and size > 1, levels, self.span, presence, not self.is_cpu
         )
         shards = [Shard(group, place, device) for place, device in enumerate(self.devices)]
-        if self.span is None and (size == 1 or inside):
-            return [
-                self._here(partial(_surround, body, shard, presence), shard)
-                for body, shard in zip(bodies, shards, strict=True)
-            ]
-        _random.install(start=not self.is_cpu)
-        wrapped = [self._wrap(body, shard, presence) for body, shard in zip(bodies, shards, strict=True)]
-        if size == 1:
-            return [self._here(wrapped[0], shards[0])]
+        before = _Before(is_worker=relay is not None)
+        try:
+            if self.span is None and (size == 1 or inside):
+                return [
+                    self._here(partial(_surround, body, shard, presence), shard)
+                    for body, shard in zip(bodies, shards, strict=True)
+                ]
+            _random.install(start=not self.is_cpu)
+            wrapped = [self._wrap(body, shard, presence) for body, shard in zip(bodies, shards, strict=True)]
+            if size == 1:
+                return [self._here(wrapped[0], shards[0])]
+            start = perf_counter()
+            values = self._in_workers(wrapped, presence, group, others, relay)
+        finally:
+            before.again()
+        if pace is not None and not self.takes_turns:
+            pace.took(relay is None, perf_counter() - start)
+        return values
+
+    def _in_workers(
+        self,
+        bodies: Sequence[Body],
+        presence: Presence,
+        group: Group,
+        others: Iterable[Any],
+        relay: Relay | None,
+    ) -> list[Any]:
+        """Run several bodies at the same time, or as a relay."""
 
         def abort() -> None:
             presence.failed = True
             group.abort()
 
         order = None if self.is_cpu else _streams.Order(self.devices, others)
-        start = perf_counter()
-        outcomes = run(self.devices, wrapped, abort, order, relay)
-        if pace is not None and not self.takes_turns:
-            pace.took(relay is None, perf_counter() - start)
+        outcomes = run(self.devices, bodies, abort, order, relay)
         if any(outcome.error is not None for outcome in outcomes):
             self._raise(outcomes)
         values = [outcome.value for outcome in outcomes]
@@ -156,14 +176,44 @@ _TOLD_TO_ALL = (ReplicaMismatchError, CollectiveTimeoutError)
 def _surround(body: Body, shard: Shard, presence: Presence) -> Any:
     """Run a body as a shard: it is found by collectives, and its functional_call uses a private shell."""
     presence.enter()
-    outer = _functional.isolate(True)
-    token = _group.enter(shard)
+    outer = isolate(True)
+    around = _group.enter(shard)
     try:
         return body()
     finally:
-        _group.leave(token)
-        _functional.isolate(outer)
+        _group.leave(around)
+        isolate(outer)
         presence.leave()
+
+
+class _Before:
+    """What surrounds this thread before shards run in it.
+
+    Each that does puts back what it has changed, but Ctrl-C may come between any two lines: it is put back
+    once more when all are done. For several shards the thread is made like a worker, of which nobody has
+    asked anything.
+    """
+
+    __slots__ = ("_asked", "_depth", "_isolated", "_live", "_stream", "_tokens")
+
+    def __init__(self, is_worker: bool) -> None:
+        self._stream = _random.here.stream
+        self._isolated = isolation.on
+        self._depth = _standstill.here.depth
+        self._asked = asked.target, asked.handler, asked.seen
+        self._tokens = _exchange.here.tokens
+        self._live = _group.live()
+        if is_worker:
+            asked.target = asked.handler = asked.seen = _exchange.here.tokens = None
+
+    def again(self) -> None:
+        """Put it back."""
+        _random.here.stream = self._stream
+        isolation.on = self._isolated
+        asked.target, asked.handler, asked.seen = self._asked
+        _exchange.here.tokens = self._tokens
+        _standstill.settle(self._depth)
+        _group.leave(self._live)
 
 
 def _text(error: BaseException) -> str:

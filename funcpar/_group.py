@@ -1,16 +1,15 @@
 """The shards of one axis: who is in it, and how they meet.
 
 Shards meet in :meth:`Group.exchange`: each brings a value and a description of the call it makes,
-waits for the others, and leaves with all values in rank order. The descriptions must agree. A
-shard that fails, returns early, brings another call or does not come ends the wait of all others
-with an error, at once or at the time limit.
+waits for the others, and leaves with all values in rank order. The descriptions must agree. A shard that
+fails, returns early, makes another call or does not come ends the wait of all others with an error.
 """
 
 from __future__ import annotations
 
 import _thread
 from collections.abc import Callable, Hashable, Sequence
-from contextvars import ContextVar, Token
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
@@ -55,13 +54,6 @@ class Shard:
 
 # What the last shard of a process does with what all of them brought: talk to other processes.
 Across: TypeAlias = "Callable[[Span, Call, list[Any]], list[Any]]"
-
-
-def everyones(span: Span, call: Call, values: list[Any]) -> list[Any]:
-    """Return the values of the shards of all processes, in rank order."""
-    span.has_met = True
-    everyone = span.link.values(f"{call.asked} in {span.call}", values)
-    return [value for theirs in everyone for value in theirs]
 
 
 class Group:
@@ -232,10 +224,11 @@ class Group:
         self._release(None)
 
     def _release(self, answer: Any) -> None:
-        waiting, self._waiting = self._waiting, {}
-        for rank in waiting:
+        for rank in list(self._waiting):  # One by one: who is left when Ctrl-C comes is released after it.
             self._answers[rank] = answer
-            self._wake[rank].release()
+            if self._wake[rank].locked():
+                self._wake[rank].release()
+            del self._waiting[rank]
 
     def _time_out(self, rank: int, call: Call) -> None:
         with self._lock:
@@ -290,11 +283,13 @@ def find(axis: Hashable, call: str) -> Shard:
     )
 
 
-def enter(shard: Shard) -> Token[tuple[Shard, ...]]:
-    """Make a shard the innermost one, until :func:`leave` gets what this returns."""
-    return _live.set((*_live.get(), shard))
+def enter(shard: Shard) -> tuple[Shard, ...]:
+    """Make a shard the innermost one, and return those around it, for :func:`leave`."""
+    outer = _live.get()
+    _live.set((*outer, shard))
+    return outer
 
 
-def leave(token: Token[tuple[Shard, ...]]) -> None:
-    """Make the shard around innermost again."""
-    _live.reset(token)
+def leave(outer: tuple[Shard, ...]) -> None:
+    """Let the code be in these shards alone."""
+    _live.set(outer)

@@ -19,7 +19,7 @@ class _Isolation(threading.local):
     on = False
 
 
-_isolation = _Isolation()
+isolation = _Isolation()
 
 
 def isolate(on: bool) -> bool:
@@ -39,8 +39,8 @@ def isolate(on: bool) -> bool:
         >>> isolate(before)
         True
     """
-    before = _isolation.on
-    _isolation.on = on
+    before = isolation.on
+    isolation.on = on
     return before
 
 
@@ -69,7 +69,7 @@ def _listed(names: list[str]) -> str:
 
 def own_buffers(shell: Shell) -> None:
     """Mark a shell's buffers as private, so that norms in this shard may write running statistics to them."""
-    if _isolation.on:
+    if isolation.on:
         for clone in shell.clones():
             clone._funcpar_owned = True  # type: ignore[attr-defined]
 
@@ -128,7 +128,7 @@ def _functional_call(
 ) -> Any:
     # Compilation is asked first, and constant there, so that dynamo never looks at the thread's setting.
     # Not is_compiling(), which is true in every thread while one compiles.
-    if torch.compiler.is_dynamo_compiling() or not _isolation.on or isinstance(module, _TORCH_REFUSES):
+    if torch.compiler.is_dynamo_compiling() or not isolation.on or isinstance(module, _TORCH_REFUSES):
         return plain_functional_call(
             module, parameters_and_buffers, args, kwargs, tie_weights=tie_weights, strict=strict
         )
@@ -158,10 +158,10 @@ def _in_place_of(original: Any, wrapper: Any) -> Any:
 
 def _guarded_norm(original: Callable[..., Any], training_name: str, default: bool) -> Any:
     """Wrap a norm of torch.nn.functional, to refuse before it writes running statistics that shards share."""
-    traced, isolation, refuse = torch.compiler.is_dynamo_compiling, _isolation, _refuse_shared_statistics
+    traced, here, refuse = torch.compiler.is_dynamo_compiling, isolation, _refuse_shared_statistics
 
     def norm(*args: Any, **kwargs: Any) -> Any:
-        if not traced() and isolation.on:
+        if not traced() and here.on:
             training = args[5] if len(args) > 5 else kwargs.get(training_name, default)
             if training:
                 refuse(args[1] if len(args) > 1 else kwargs.get("running_mean"))
@@ -172,10 +172,10 @@ def _guarded_norm(original: Callable[..., Any], training_name: str, default: boo
 
 def _guarded_method(original: Callable[..., Any], written: Callable[..., Tensor | None], norm: str) -> Any:
     """Wrap a method that writes to a module, to refuse before it does if shards share what is written."""
-    traced, isolation, refuse = torch.compiler.is_dynamo_compiling, _isolation, _refuse_shared_statistics
+    traced, here, refuse = torch.compiler.is_dynamo_compiling, isolation, _refuse_shared_statistics
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not traced() and isolation.on:
+        if not traced() and here.on:
             refuse(written(self, *args), norm)
         return original(self, *args, **kwargs)
 

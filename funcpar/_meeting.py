@@ -11,7 +11,7 @@ from torch import Tensor
 
 from funcpar import _streams
 from funcpar._buckets import Sums
-from funcpar._group import Shard, everyones
+from funcpar._group import Shard
 from funcpar._maps import Map, Sum
 from funcpar._pages import Room, give_back, take
 from funcpar._reduce import add_up
@@ -21,6 +21,13 @@ from funcpar._span import Span
 # Below this many entries in all, a shard hands out copies; above, the others read its own values,
 # and it waits until they have.
 _SMALL = 1 << 15
+
+
+def everyones(span: Span, call: Call, values: list[Any]) -> list[Any]:
+    """Return the values of the shards of all processes, in rank order."""
+    span.has_met = True
+    everyone = span.link.values(f"{call.asked} in {span.call}", values)
+    return [value for theirs in everyone for value in theirs]
 
 
 def meet(

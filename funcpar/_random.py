@@ -35,7 +35,7 @@ class _Here(threading.local):
     stream: "Stream | None" = None
 
 
-_here = _Here()
+here = _Here()
 # Reentrant, since drawing for a nested call may have to seed the stream of the outer one first.
 _lock = threading.RLock()
 _library: torch.library.Library | None = None
@@ -84,7 +84,7 @@ class _Source:
     __slots__ = ("_base", "_offset", "_parent")
 
     def __init__(self, offset: int = 0, base: int | None = None) -> None:
-        self._parent = _here.stream
+        self._parent = here.stream
         self._offset = offset
         self._base = base
 
@@ -148,19 +148,19 @@ nobodys = Stream(_Source(base=0), 0)
 
 def current() -> Stream | None:
     """Return the stream this thread draws from, None for torch's default generator."""
-    return _here.stream
+    return here.stream
 
 
 def enter(stream: Stream | None) -> Stream | None:
     """Make `stream` the current one of this thread and return the previous one, for `leave`."""
-    previous = _here.stream
-    _here.stream = stream
+    previous = here.stream
+    here.stream = stream
     return previous
 
 
 def leave(previous: Stream | None) -> None:
     """Make the stream that `enter` returned current again."""
-    _here.stream = previous
+    here.stream = previous
 
 
 @contextlib.contextmanager
@@ -220,7 +220,7 @@ def _routed(op: Op) -> Callable[..., Any]:
         if len(args) > position:
             kwargs["generator"] = args[position]
             args = args[:position]
-        if on_cpu and (_here.stream is not None or "generator" in kwargs):
+        if on_cpu and (here.stream is not None or "generator" in kwargs):
             kwargs["generator"] = _chosen(kwargs.get("generator"))
         # Torch function modes and tensor subclasses have seen this op already.
         with without_torch_function():
@@ -262,7 +262,7 @@ def _chosen(given: Any) -> torch.Generator:
 
 def _target() -> torch.Generator:
     """Return the generator that is the default one in this thread."""
-    stream = _here.stream
+    stream = here.stream
     return torch.default_generator if stream is None else stream.generator
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import _thread
 import atexit
+import contextlib
 import contextvars
 import functools
 import itertools
@@ -25,13 +26,12 @@ import torch
 
 from funcpar import _streams
 from funcpar._devices import Device
+from funcpar._intraop import can_take, taking
 from funcpar._pages import keep_freed
-from funcpar._world import World
+from funcpar._watch import watched
+from funcpar._world import World, is_checkpointed
 
 Job: TypeAlias = Callable[[], None]
-
-# How long a caller waits for bodies that run one after another, in seconds, until it lets all run.
-_PATIENCE = 0.005
 
 
 class Worker:
@@ -148,21 +148,33 @@ atexit.register(lambda: _pool.close(timeout=1.0))
 
 
 class Relay:
-    """The jobs of one call, done one after another by one worker, until somebody waits for what is left."""
-
-    __slots__ = ("_left",)
+    """The jobs of one call, done one after another in the caller's thread, until one waits for the rest."""
 
     def __init__(self) -> None:
         self._left: deque[tuple[Device, Job]] = deque()
 
-    def start(self, devices: Sequence[Device], jobs: Sequence[Job]) -> None:
-        """Give the first worker all jobs."""
-        self._left.extend(zip(devices, jobs, strict=True))
-        _pool.submit(devices[:1], [self._run])
+    @classmethod
+    def of(cls, devices: Sequence[Device]) -> Relay | None:
+        """Return one, unless shards here could not be given what they have in a worker."""
+        is_like_worker = can_take(_pool.threads or devices[0].threads) and not is_checkpointed()
+        return cls() if is_like_worker else None
 
-    def _run(self) -> None:
-        while (job := self._next()) is not None:
-            job[1]()
+    def run(self, devices: Sequence[Device], jobs: Sequence[Job], world: World) -> None:
+        """Do what is not handed on."""
+        self._left.extend(zip(devices, jobs, strict=True))
+        watch, threads = watched(self.hand_on), taking(_pool.threads or devices[0].threads)
+        engine = torch._C._is_multithreading_enabled()
+        try:
+            # As in a worker.
+            with watch, threads, torch.autograd.set_multithreading_enabled(False):
+                while (job := self._next()) is not None:
+                    job[1]()
+        finally:  # Once more: Ctrl-C may have come as one of them ended.
+            self._left.clear()
+            world.leave(None)
+            torch._C._set_multithreading_enabled(engine)
+            threads.__exit__()
+            watch.__exit__()
 
     def _next(self) -> tuple[Device, Job] | None:
         try:
@@ -172,8 +184,10 @@ class Relay:
 
     def hand_on(self) -> None:
         """Let all that has not begun run at the same time, in other threads."""
-        while (job := self._next()) is not None:
+        for job in list(self._left):  # Given away before it is taken, lest Ctrl-C in between loses one.
             _pool.relieve(*job)
+            with contextlib.suppress(ValueError):
+                self._left.remove(job)
 
 
 class Outcome:
@@ -195,12 +209,10 @@ def run(
 ) -> list[Outcome]:
     """Run one body per device at the same time, each in its device's worker, and wait for all.
 
-    With a relay they run one after another, until one, or the caller for too long, waits for what has not
-    begun. The workers see the caller's world: see ``_world``. A body's exception is kept in its outcome,
-    after ``on_failure`` was told (in the worker) so that it can release the others. When the
-    caller is interrupted while it waits, ``on_failure`` is told and the interrupt goes on at once:
-    bodies that have not started are dropped, and a later call queues behind those that have.
-    ``order`` is that of the accelerators' work, None on CPU.
+    With a relay they run here, one after another, until one waits for what has not begun. All see the
+    caller's world. A body's exception is kept in its outcome, after ``on_failure`` was told so that it can
+    release the others. When the caller is interrupted, bodies that have not started are dropped, and a
+    later call queues behind those that have. ``order`` is that of the accelerators' work, None on CPU.
     """
     outcomes = [Outcome() for _ in bodies]
     finished = itertools.count(1)
@@ -210,10 +222,13 @@ def run(
     dropped = False
 
     def job(held: list[Any]) -> None:
+        nonlocal dropped
         # The list is the caller's too, as are the queue and the frames that a traceback reaches:
         # emptied, none of them keeps a finished call alive, or leads from an error back to it.
-        body, outcome, context = held
-        held.clear()
+        try:
+            body, outcome, context = held.pop()
+        except IndexError:  # Of a relay it may be given to two, of whom the first has it.
+            return
         try:
             if not dropped:
                 before = world.enter()
@@ -223,23 +238,21 @@ def run(
                     world.leave(before)
         except BaseException as error:
             outcome.error = error
+            dropped |= isinstance(error, KeyboardInterrupt) and world.is_made_here()
             on_failure()
         finally:
             del body, outcome, context
             if next(finished) == len(bodies):
                 done.release()
 
-    jobs = [
-        functools.partial(job, [body, outcome, contextvars.copy_context()])
-        for body, outcome in zip(bodies, outcomes, strict=True)
-    ]
+    pairs = zip(bodies, outcomes, strict=True)
+    jobs = [functools.partial(job, [(*pair, contextvars.copy_context())]) for pair in pairs]
     try:
-        start = _pool.submit if relay is None else relay.start
-        start(devices, jobs)
-        if relay is None or not done.acquire(timeout=_PATIENCE):
-            if relay is not None:
-                relay.hand_on()
-            done.acquire()
+        if relay is None:
+            _pool.submit(devices, jobs)
+        else:
+            relay.run(devices, jobs, world)
+        done.acquire()
     except BaseException:
         dropped = True
         on_failure()

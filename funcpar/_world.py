@@ -9,6 +9,7 @@ wrapped tensors, closed-over ones included, as the caller's own thread would.
 
 from __future__ import annotations
 
+import _thread
 import functools
 import threading
 from collections.abc import Callable
@@ -28,18 +29,20 @@ _set_frame_evaluation: Any = torch._C._dynamo.eval_frame.set_eval_frame
 
 
 class World:
-    """The thread-local state of the thread that makes it, to be entered by others."""
+    """The thread-local state of the thread that makes it, to be entered by others, and by itself."""
 
     __slots__ = (
-        "autocast", "dispatch_modes", "forward_ad", "function_modes", "grad",
-        "hooks", "hooks_disabled", "inference", "levels",
+        "autocast", "cache", "dispatch_modes", "forward_ad", "function_modes", "grad",
+        "hooks", "hooks_disabled", "inference", "levels", "thread",
     )  # fmt: skip
 
     def __init__(self) -> None:
+        self.thread = _thread.get_ident()
         self.grad = torch.is_grad_enabled()
         self.inference = torch.is_inference_mode_enabled()
         self.forward_ad = torch._C._is_fwd_grad_enabled()
         self.autocast = autocast_states()
+        self.cache = torch.is_autocast_cache_enabled()
         self.hooks = _saved_tensor_hooks()
         self.hooks_disabled = _autograd._saved_tensors_hooks_get_disabled_error_message()
         self.function_modes = [
@@ -50,8 +53,15 @@ class World:
         ]
         self.levels = _torch_func_levels()
 
+    def is_made_here(self) -> bool:
+        """Tell whether this thread made it."""
+        return self.thread == _thread.get_ident()
+
     def enter(self) -> Any:
         """Enter this world in a worker; returns what :meth:`leave` needs."""
+        if self.is_made_here():
+            torch.set_autocast_cache_enabled(False)
+            return None
         for level in self.levels:
             _functorch.push_dynamic_layer_stack(level)
         inference = None
@@ -74,8 +84,17 @@ class World:
             _push_mode(mode)
         return inference
 
-    def leave(self, inference: Any) -> None:
-        """Give the worker torch's defaults back, whatever the job set and left behind."""
+    def leave(self, before: Any) -> None:
+        """Give the worker torch's defaults back, or its maker its own state, whatever the job left behind.
+
+        The maker may do so at any time.
+        """
+        if self.is_made_here():
+            torch._C._set_grad_enabled(self.grad)
+            torch._C._set_fwd_grad_enabled(self.forward_ad)
+            torch.set_autocast_cache_enabled(self.cache)
+            _set_autocast(self.autocast)
+            return
         for i in reversed(range(torch._C._len_torch_dispatch_stack())):
             _pop_mode(getattr(torch._C._get_dispatch_stack_at(i), "_mode_key", None))
         while torch._C._len_torch_function_stack():
@@ -88,8 +107,8 @@ class World:
             _autograd._pop_saved_tensors_default_hooks()
         torch.set_autocast_cache_enabled(True)
         _set_autocast(_DEFAULTS)
-        if inference is not None:
-            inference.__exit__(None, None, None)
+        if before is not None:
+            before.__exit__(None, None, None)
         torch._C._set_fwd_grad_enabled(True)
         torch._C._set_grad_enabled(True)
         while _functorch.peek_interpreter_stack() is not None:
@@ -162,8 +181,13 @@ def _saved_tensor_hooks() -> Any:
     Those of a checkpoint around the call stay outside: they would run the whole call again in the
     worker that first needs a tensor. What a shard saves is then kept, not computed again.
     """
+    return None if is_checkpointed() else _autograd._top_saved_tensors_default_hooks(False)
+
+
+def is_checkpointed() -> bool:
+    """Tell whether what this thread saves for backward is dropped, and computed again, by a checkpoint."""
     hooks = _autograd._top_saved_tensors_default_hooks(False)
-    return None if hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint" else hooks
+    return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
 
 
 # The device types whose autocast a function on this machine can meet.

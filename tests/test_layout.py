@@ -18,14 +18,15 @@ ROOT = Path(__file__).parent.parent
 LAYERS = [
     name
     for layer in (
-        "_errors _limits _devices _streams _background _nodes _prefix tree _pages",
+        "_errors _limits _devices _streams _background _nodes _prefix tree _pages _intraop _watch",
         "_graph _equality _closure _reduce",
         "_staging _copies _transfer _donation",
         "_jvp _world _ops _generators _random _pace _workers _prefetch",
         "_packing _whereabouts _link _alike distributed _told",
         "_buckets _columns _across _route _span _outgoing _overlap _ahead",
         "_references _rebind _shell _isolation _functional",
-        "_maps _request _group _standstill _allreduce _meeting _exchange _differentiate _asked _grad _within",
+        "_maps _request _group _standstill _dynamo _allreduce _meeting _exchange",
+        "_differentiate _asked _grad _within",
         "_operand _collectives _gathers _permutations _batchnorm",
         "_depends _frame _pieces _joint _call",
         "_graphs _steps _bundle _binding _split _compile _axes _outputs _merge",

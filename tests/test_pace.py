@@ -4,13 +4,16 @@ import itertools
 import random
 import threading
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import funcpar as fp
+from funcpar import _intraop
 from funcpar._pace import Pace, Paces
 
 LIMIT = 60.0
@@ -71,16 +74,99 @@ def test_paces_of_many_kinds_do_not_pile_up():
     assert len(paces._paces) <= 64
 
 
-def test_shards_one_after_another_share_a_worker(apart):
+def test_shards_one_after_another_run_in_the_callers_thread(apart):
     def name(x: torch.Tensor) -> torch.Tensor:
-        seen.append(threading.current_thread().name)
+        seen.append(threading.current_thread())
         return x
 
     for is_apart, count in ((True, 1), (False, 4)):
         apart(is_apart)
-        seen: list[str] = []
+        seen: list[threading.Thread] = []
         fp.pmap(name, in_axes=0)(X)
         assert len(seen) == 4 and len(set(seen)) == count
+        assert (threading.current_thread() in seen) is is_apart
+
+
+def test_they_have_their_devices_number_of_threads_and_no_other_thread_has(apart):
+    def numbers() -> list[int]:
+        started: list[int] = []
+        thread = threading.Thread(target=lambda: started.append(torch.get_num_threads()))
+        thread.start()
+        thread.join(LIMIT)
+        return [torch.get_num_threads(), *started]
+
+    before = numbers()
+    for count in (1, 2, 5):
+        fp.set_cpu_devices(4, threads_per_device=count)
+        seen: list[list[int]] = []
+        fp.pmap(lambda x: (seen.append(numbers()), x)[1], in_axes=0)(X)  # noqa: B023
+        assert seen == [[count, before[1]]] * 4
+        assert numbers() == before
+
+
+def test_where_the_number_of_threads_cannot_be_set_they_run_in_workers(apart, monkeypatch):
+    monkeypatch.setattr(_intraop, "_setters", lambda: None)
+    fp.set_cpu_devices(3, threads_per_device=torch.get_num_threads() + 1)
+    seen: list[threading.Thread] = []
+    fp.pmap(lambda x: (seen.append(threading.current_thread()), x)[1], in_axes=0)(X)
+    assert threading.current_thread() not in seen and len(set(seen)) == 3
+
+
+def test_what_a_shard_sets_for_its_thread_ends_with_it(apart):
+    variable: ContextVar[int] = ContextVar("variable", default=0)
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        seen.append((torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), variable.get()))
+        torch.set_grad_enabled(False)
+        torch.set_autocast_enabled("cpu", True)
+        variable.set(1)
+        return x
+
+    for is_apart in (True, False):
+        apart(is_apart)
+        seen: list[Any] = []
+        fp.pmap(body, in_axes=0)(X)
+        assert seen == [(True, False, 0)] * 4
+        assert torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu") and variable.get() == 0
+        assert torch.is_autocast_cache_enabled()
+
+
+def test_under_a_checkpoint_the_function_runs_once_again_and_no_more(apart):
+    runs: list[int] = []
+
+    def body(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        runs.append(1)
+        return ((x @ w).sin() ** 2).mean()
+
+    step = fp.pmap(body, devices=3)
+    found = []
+    for is_apart in (True, False):
+        apart(is_apart)
+        w = W.clone().requires_grad_()
+        checkpoint(step, w, X, use_reentrant=False).backward()
+        found.append((w.grad, len(runs)))
+        runs.clear()
+    assert torch.equal(found[0][0], found[1][0]) and found[0][1] == found[1][1]
+
+
+def test_backward_of_one_call_within_that_of_another(apart):
+    class Again(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(x)
+            return x.sin()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            return fp.pmap(fp.grad(lambda w, x: (w * x.sum(0)).sin().sum()), out_axes="sum")(W, X) * grad
+
+    results = []
+    for is_apart in (True, False):
+        apart(is_apart)
+        w = W.clone().requires_grad_()
+        fp.pmap(loss_fn)(Again.apply(w), X).backward()
+        results.append(w.grad)
+    assert torch.equal(*results)
 
 
 def test_numbers_are_the_same_to_the_bit(apart):

@@ -52,7 +52,7 @@ def test_a_compilation_waits_for_running_shards_and_keeps_new_ones_from_starting
     inside, let_go, compiling, compiled, started = (threading.Event() for _ in range(5))
 
     def backend(graph, example):
-        assert _standstill._state.running == 0
+        assert not _standstill.state.running
         compiling.set()
         assert compiled.wait(LIMIT)
         return graph.forward
@@ -110,7 +110,7 @@ def test_a_compilation_that_cannot_begin_says_why(monkeypatch):
         torch.compile(lambda x: x - 1, backend="eager")(ROWS)
     let_go.set()
     assert torch.equal(shards.result(), ROWS)
-    assert _standstill._state.running == _standstill._state.pending == 0
+    assert not _standstill.state.running and not _standstill.state.pending
     assert torch.equal(torch.compile(lambda x: x - 1, backend="eager")(ROWS), ROWS - 1)
 
 
@@ -155,8 +155,8 @@ def test_a_failed_compilation_ends_the_standstill_and_is_tried_in_one_shard():
     with pytest.raises(RuntimeError, match="no"):
         fp.pmap(torch.compile(lambda x: x + 1, backend=backend), in_axes=0, devices=4)(ROWS)
     assert len(tries) == 1
-    state = _standstill._state
-    assert (state.running, state.pending, state.owner) == (0, 0, None) and not state.turn.locked()
+    state = _standstill.state
+    assert (state.running, state.pending, state.owner) == (set(), 0, None) and not state.turn.locked()
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
@@ -211,7 +211,7 @@ def test_many_callers_with_different_signatures_get_right_numbers_and_one_graph_
     cells = [cell.cell_contents for cell in ways[0].__closure__]
     (mapped,) = (inner for inner in cells if hasattr(inner, "compilation"))
     assert sum(len(kind.graphs) for kind in mapped.compilation._kinds.values()) == len(sizes)
-    assert _standstill._state.running == 0
+    assert not _standstill.state.running
 
 
 def test_shards_leave_the_count_of_compiled_frames_alone():
