@@ -99,7 +99,7 @@ def test_they_have_their_devices_number_of_threads_and_no_other_thread_has(apart
     for count in (1, 2, 5):
         fp.set_cpu_devices(4, threads_per_device=count)
         seen: list[list[int]] = []
-        fp.pmap(lambda x: (seen.append(numbers()), x)[1], in_axes=0)(X)  # noqa: B023
+        fp.pmap(lambda x: (seen.append(numbers()), x)[1], in_axes=0)(X)
         assert seen == [[count, before[1]]] * 4
         assert numbers() == before
 

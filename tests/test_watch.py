@@ -29,7 +29,7 @@ def test_a_block_that_takes_too_long_is_rescued(watch):
 def test_short_blocks_are_not_and_each_counts_alone(watch):
     rescued: list[int] = []
     for number in range(100):  # Longer together than a watch waits.
-        with watched(lambda: rescued.append(number)):  # noqa: B023
+        with watched(lambda: rescued.append(number)):
             time.sleep(0.0005)
     assert not watch.running
     assert len(rescued) < 10  # This process itself may have had to wait.
