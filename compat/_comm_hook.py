@@ -119,6 +119,10 @@ class _Waiting:
         self._future, self._call, self._params, self._bucket = future, call, params, bucket
         self.grads: dict[int, Tensor] = {}
 
+    def is_completed(self) -> bool:
+        """Tell whether the hook has its result."""
+        return bool(self._future.done())
+
     def wait(self, timeout: Any = None) -> None:
         """Take the hook's result apart."""
         value = self._future.wait()

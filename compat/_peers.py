@@ -18,6 +18,8 @@ import funcpar as fp
 
 _WIDTH = 5
 _PATIENCE = 5.0  # Seconds of silence before a rank tells the others what it waits in.
+_AWAKE = 1e-3  # Seconds.
+_yield = getattr(os, "sched_yield", None)
 _ROLL_CALL = 1.0  # Seconds given to the others to tell where they are, once a wait has failed.
 _PrefixStore: Any = getattr(dist, "PrefixStore")  # noqa: B009
 _numbers: dict[str, int] = {}
@@ -152,6 +154,8 @@ class Peers:
         """Wait for an operation, no longer than FUNCPAR_TIMEOUT seconds (default 300)."""
         limit = float(os.environ.get("FUNCPAR_TIMEOUT", "300"))
         patience = min(_PATIENCE, limit / 2)
+        if self.device.type == "cpu":
+            _stay_awake(work)
         try:
             try:
                 work.wait(timedelta(seconds=patience))
@@ -220,6 +224,13 @@ class Peers:
         except Exception:
             notes.setdefault(self.rank, "waits; the store is gone, which often lives in rank 0")
         return {rank: note for rank, note in notes.items() if note}
+
+
+def _stay_awake(work: Any) -> None:
+    """Wait without sleep for a moment: a core that went to sleep wakes up later than a small sum is done."""
+    end = time.perf_counter() + _AWAKE
+    while _yield is not None and not work.is_completed() and time.perf_counter() < end:
+        _yield()
 
 
 def _is_timeout(error: RuntimeError) -> bool:
