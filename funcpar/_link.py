@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from funcpar._background import stay_awake
@@ -129,6 +130,8 @@ class Link:
 
     def start_sum(self, tensor: Tensor) -> Any:
         """Begin to replace a contiguous tensor by its sum over processes; :meth:`wait` ends it."""
+        if self._lost is not None:
+            self._raise(ProcessFailedError(self._lost))
         flat = torch.view_as_real(tensor) if tensor.is_complex() else tensor
         # The checks of dist.all_reduce take as long as a small layer.
         return (self._words if tensor.is_cpu else self._tensors).allreduce([flat])
@@ -167,13 +170,14 @@ class Link:
         return error
 
     def close(self, call: str) -> None:
-        """Tell the others that this process leaves, wait a moment for them to leave too, and end the line."""
+        """Note that this process leaves, end the line, and wait a moment for the others to leave too."""
         if self._lost is None:
             self._whereabouts.note_end(f"has left: {call}")
-            word = Word(self, call, pickle.dumps((False, None, call, "it has left")))
-            with contextlib.suppress(RuntimeError):
-                word.work.wait(timeout_of(_FAREWELL))
+            for word in self._said:  # A failure: the line is not ended under way, and would wait for the limit.
+                with contextlib.suppress(RuntimeError):
+                    word.work.wait(timeout_of(_FAREWELL))
             self._end()
+            self._whereabouts.wait_for_ends(_FAREWELL)  # The notes may live in this process.
         self._lost = self._lost or "the line to the other processes is closed"
         self._said.clear()
 
@@ -195,12 +199,16 @@ class Link:
             f"the line to the other processes broke in an earlier call, {call}.\nStart them all again."
         )
         self._whereabouts.note_wait(call, self.turn)
-        self._end()  # Those who wait for this process are told by that.
+        self._end()
         raise self.agreed(self._whereabouts.error(call, self.turn, cause)) from cause
 
     def _end(self) -> None:
-        with contextlib.suppress(RuntimeError):
-            self._words.abort()
+        """Close the connections, which those who wait for this process are told by."""
+        with contextlib.suppress(RuntimeError, ValueError):  # The user may have destroyed all groups.
+            dist.destroy_process_group(self._words)
+        # They are closed when nobody has them any more.
+        self._tensors = None if self._tensors is self._words else self._tensors
+        self._words = None
 
 
 class Word:

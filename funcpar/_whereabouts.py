@@ -37,6 +37,18 @@ class Whereabouts:
         """Say in which call this process has lost the others, and the how many-th that is."""
         self._set("waits", f"{turn} {call}")
 
+    def wait_for_ends(self, seconds: float) -> None:
+        """Wait until the other processes have noted their ends, or lost the others, so many seconds at most."""
+        end = time.monotonic() + seconds
+        waiting = {k for k in range(self._count) if k != self._index}
+        with contextlib.suppress(RuntimeError):  # The store is gone.
+            while waiting and time.monotonic() < end:
+                waiting = {k for k in waiting if not self._has_noted(k)}
+                time.sleep(0.01 * bool(waiting))
+
+    def _has_noted(self, index: int) -> bool:
+        return any(self._store.check([f"{what}/{index}"]) for what in ("ended", "waits"))
+
     def error(self, call: str, turn: int, cause: BaseException) -> Exception:
         """Return what to raise in a call where the line broke: it names who is missing, and why."""
         waits, ended = self._collected(call, turn)
