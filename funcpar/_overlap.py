@@ -7,6 +7,7 @@ keep. The value of the function travels at the end, with a note of whether this 
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -27,6 +28,8 @@ from funcpar._world import is_autocast
 
 # Sums of squares of marks are exact in float32 for some 4,000 processes.
 _MARKS = 60
+# Smaller weights are rounded too much in float32.
+_LEAST = 1e-30
 
 
 class Overlap:
@@ -135,13 +138,15 @@ class Overlap:
         if any(square * link.count != mark * mark for mark, square in zip(*[iter(marks)] * 2, strict=True)):
             self._refuse()
         span.has_ended = True
-        if carried:
+        if carried and (not self._is_mean or _LEAST < weight < math.inf):
             found = torch.full_like(like, total)
-        else:  # Of another dtype, and with a weight that is not rounded to that of the gradients.
+        else:  # Of another dtype, or with a weight that would be rounded to that of the gradients.
             mine = torch.full((), weight_here, dtype=torch.float64, device=like.device)
             value = value if isinstance(value, Tensor) else torch.full_like(like, value)
             found, exact = Sums.of(link, span.call, [value, mine])
             weight = exact.item()
+            if self._is_mean:
+                span.refuse_infinite(weight)
         if self._is_mean and not weight:
             return None
         link.expected[span.key] = weight
