@@ -30,6 +30,8 @@ from funcpar._world import is_autocast
 _MARKS = 60
 # Smaller weights are rounded too much in float32.
 _LEAST = 1e-30
+# Gradients that are to be divided by more than that may have been too large or small for their dtype.
+_FAR = 1e6
 
 
 class Overlap:
@@ -113,7 +115,9 @@ class Overlap:
         self._like = value
 
     def totals(self) -> tuple[Tensor, dict[int, Gradient]] | None:
-        """Return the value and the gradients of all shards of all processes, None if they weigh nothing.
+        """Return the value and the gradients of all shards of all processes, None to begin again.
+
+        That is if they weigh nothing, or quite another weight than was expected.
 
         Raises:
             ProcessFailedError: Another process failed.
@@ -147,7 +151,7 @@ class Overlap:
             weight = exact.item()
             if self._is_mean:
                 span.refuse_infinite(weight)
-        if self._is_mean and not weight:
+        if self._is_mean and not divisor / _FAR < weight < divisor * _FAR:
             return None
         link.expected[span.key] = weight
         if self._is_mean and weight != divisor:
