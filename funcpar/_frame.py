@@ -152,11 +152,12 @@ class Frame:
         return f"shard {first + place} of {size}"
 
     def _raise(self, outcomes: list[Outcome]) -> NoReturn:
-        """Raise the lowest-ranked root cause, with a note for itself and one per further failure."""
+        """Raise Ctrl-C, or the lowest-ranked root cause, with its note and one per further failure."""
         failed = [(rank, o.error) for rank, o in enumerate(outcomes) if o.error is not None]
         # The traceback will hold the frames above: what they hold must not lead back to the error.
         outcomes.clear()
         causes = [pair for pair in failed if not isinstance(pair[1], ShardAborted)] or failed
+        causes.sort(key=lambda pair: not isinstance(pair[1], KeyboardInterrupt))  # It must not be lost.
         rank, first = causes[0]
         first.add_note(self._place(rank))
         error: BaseException | None = None

@@ -156,7 +156,7 @@ class Fused:
             if totals is not None:
                 self.value, self.totals = totals
                 return self._answer(answers)
-            span.open()  # Nothing has weight anywhere, so that all count the same, once that is known.
+            span.open()  # The weights of all are asked for; if all are 0, all count the same.
 
     def _route(self, span: Span) -> Route:
         """Return how the gradients leave, found out once for all calls alike."""

@@ -54,14 +54,16 @@ class taking:
         self._mkl: int | None = None
 
     def __enter__(self) -> None:
-        openmp = torch.get_num_threads()
-        if openmp != self._count and (setters := _setters()) is not None:
-            self._openmp = openmp
+        self._openmp = torch.get_num_threads()
+        if self._openmp != self._count and (setters := _setters()) is not None:
             setters[0](self._count)
             self._mkl = setters[1](self._count)
 
     def __exit__(self, *_: object) -> None:
-        if self._openmp is not None and (setters := _setters()) is not None:
+        if self._openmp is None or (setters := _setters()) is None:
+            return
+        # Where nothing was set here, the block itself may have set a number.
+        if self._mkl is not None or torch.get_num_threads() != self._openmp:
             setters[0](self._openmp)
             # Torch gives both the same number.
             setters[1](self._openmp if self._mkl is None else self._mkl)

@@ -7,6 +7,7 @@ keep. The value of the function travels at the end, with a note of whether this 
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -27,6 +28,10 @@ from funcpar._world import is_autocast
 
 # Sums of squares of marks are exact in float32 for some 4,000 processes.
 _MARKS = 60
+# Smaller weights are rounded too much in float32.
+_LEAST = 1e-30
+# Gradients that are to be divided by more than that may have been too large or small for their dtype.
+_FAR = 1e6
 
 
 class Overlap:
@@ -110,7 +115,9 @@ class Overlap:
         self._like = value
 
     def totals(self) -> tuple[Tensor, dict[int, Gradient]] | None:
-        """Return the value and the gradients of all shards of all processes, None if they weigh nothing.
+        """Return the value and the gradients of all shards of all processes, None to begin again.
+
+        That is if they weigh nothing, or quite another weight than was expected.
 
         Raises:
             ProcessFailedError: Another process failed.
@@ -135,14 +142,16 @@ class Overlap:
         if any(square * link.count != mark * mark for mark, square in zip(*[iter(marks)] * 2, strict=True)):
             self._refuse()
         span.has_ended = True
-        if carried:
+        if carried and (not self._is_mean or _LEAST < weight < math.inf):
             found = torch.full_like(like, total)
-        else:  # Of another dtype, and with a weight that is not rounded to that of the gradients.
+        else:  # Of another dtype, or with a weight that would be rounded to that of the gradients.
             mine = torch.full((), weight_here, dtype=torch.float64, device=like.device)
             value = value if isinstance(value, Tensor) else torch.full_like(like, value)
             found, exact = Sums.of(link, span.call, [value, mine])
             weight = exact.item()
-        if self._is_mean and not weight:
+            if self._is_mean:
+                span.refuse_infinite(weight)
+        if self._is_mean and not divisor / _FAR < weight < divisor * _FAR:
             return None
         link.expected[span.key] = weight
         if self._is_mean and weight != divisor:

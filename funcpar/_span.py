@@ -153,7 +153,15 @@ class Span:
         weights = tuple(weight for _, theirs in told for weight in theirs)
         # What counts nothing anywhere is a mean of 0/0: each shard's value, undivided.
         weights = weights if any(weights) else (1.0,) * len(weights)
+        self.refuse_infinite(sum(weights))
         return Layout(self.link.index, tuple(len(theirs) for _, theirs in told), weights)
+
+    def refuse_infinite(self, weight: float) -> None:
+        """Refuse a weight of all shards that no share can be made of."""
+        if weight == float("inf"):
+            raise self.link.agreed(
+                ValueError(f"{self.call}: the weights of all processes add up to infinity.\nScale them down.")
+            )
 
     def copied(self, leaves: Sequence[Any]) -> list[Any]:
         """Return replicated leaves, those that are differentiated so that their gradients are summed."""

@@ -29,7 +29,7 @@ from funcpar._devices import Device
 from funcpar._intraop import can_take, taking
 from funcpar._pages import keep_freed
 from funcpar._watch import watched
-from funcpar._world import World, is_checkpointed
+from funcpar._world import World, is_checkpointed, is_in_op
 
 Job: TypeAlias = Callable[[], None]
 
@@ -156,8 +156,9 @@ class Relay:
     @classmethod
     def of(cls, devices: Sequence[Device]) -> Relay | None:
         """Return one, unless shards here could not be given what they have in a worker."""
-        is_like_worker = can_take(_pool.threads or devices[0].threads) and not is_checkpointed()
-        return cls() if is_like_worker else None
+        if is_checkpointed() or is_in_op():
+            return None
+        return cls() if can_take(_pool.threads or devices[0].threads) else None
 
     def run(self, devices: Sequence[Device], jobs: Sequence[Job], world: World) -> None:
         """Do what is not handed on."""
@@ -186,7 +187,7 @@ class Relay:
         """Let all that has not begun run at the same time, in other threads."""
         for job in list(self._left):  # Given away before it is taken, lest Ctrl-C in between loses one.
             _pool.relieve(*job)
-            with contextlib.suppress(ValueError):
+            with contextlib.suppress(ValueError, IndexError):  # Taken, or others are, at this very moment.
                 self._left.remove(job)
 
 
@@ -218,8 +219,7 @@ def run(
     finished = itertools.count(1)
     done = _thread.allocate_lock()
     done.acquire()
-    world = World()
-    dropped = False
+    world, dropped = World(), False
 
     def job(held: list[Any]) -> None:
         nonlocal dropped
@@ -245,14 +245,15 @@ def run(
             if next(finished) == len(bodies):
                 done.release()
 
-    pairs = zip(bodies, outcomes, strict=True)
-    jobs = [functools.partial(job, [(*pair, contextvars.copy_context())]) for pair in pairs]
+    held = [[(*pair, contextvars.copy_context())] for pair in zip(bodies, outcomes, strict=True)]
+    jobs = [functools.partial(job, each) for each in held]
     try:
         if relay is None:
             _pool.submit(devices, jobs)
         else:
             relay.run(devices, jobs, world)
-        done.acquire()
+        if not dropped:  # By Ctrl-C in a shard here: nobody waits for those handed on.
+            done.acquire()
     except BaseException:
         dropped = True
         on_failure()

@@ -32,7 +32,7 @@ class World:
     """The thread-local state of the thread that makes it, to be entered by others, and by itself."""
 
     __slots__ = (
-        "autocast", "cache", "dispatch_modes", "forward_ad", "function_modes", "grad",
+        "autocast", "cache", "default_device", "dispatch_modes", "forward_ad", "function_modes", "grad",
         "hooks", "hooks_disabled", "inference", "levels", "thread",
     )  # fmt: skip
 
@@ -45,12 +45,9 @@ class World:
         self.cache = torch.is_autocast_cache_enabled()
         self.hooks = _saved_tensor_hooks()
         self.hooks_disabled = _autograd._saved_tensors_hooks_get_disabled_error_message()
-        self.function_modes = [
-            torch._C._get_function_stack_at(i) for i in range(torch._C._len_torch_function_stack())
-        ]
-        self.dispatch_modes = [
-            torch._C._get_dispatch_stack_at(i) for i in range(torch._C._len_torch_dispatch_stack())
-        ]
+        self.function_modes = _function_modes()
+        self.dispatch_modes = _dispatch_modes()
+        self.default_device = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
         self.levels = _torch_func_levels()
 
     def is_made_here(self) -> bool:
@@ -77,11 +74,7 @@ class World:
             _autograd._push_saved_tensors_default_hooks(*self.hooks)
         if self.hooks_disabled is not None:
             _autograd._saved_tensors_hooks_disable(self.hooks_disabled)
-        # Pushed, not entered with ``with``: a mode's own __enter__ may reset what it counts.
-        for mode in self.function_modes:
-            torch._C._push_on_torch_function_stack(mode)
-        for mode in self.dispatch_modes:
-            _push_mode(mode)
+        self._push_modes()
         return inference
 
     def leave(self, before: Any) -> None:
@@ -94,17 +87,15 @@ class World:
             torch._C._set_fwd_grad_enabled(self.forward_ad)
             torch.set_autocast_cache_enabled(self.cache)
             _set_autocast(self.autocast)
+            if _function_modes() != self.function_modes or _dispatch_modes() != self.dispatch_modes:
+                _pop_modes()
+                self._push_modes()
+                if self.default_device is not None:
+                    torch._GLOBAL_DEVICE_CONTEXT.device_context = self.default_device
+            _leave_hooks(self.hooks, self.hooks_disabled)
             return
-        for i in reversed(range(torch._C._len_torch_dispatch_stack())):
-            _pop_mode(getattr(torch._C._get_dispatch_stack_at(i), "_mode_key", None))
-        while torch._C._len_torch_function_stack():
-            torch._C._pop_torch_function_stack()
-        if hasattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context"):
-            del torch._GLOBAL_DEVICE_CONTEXT.device_context
-        if _autograd._saved_tensors_hooks_get_disabled_error_message() is not None:
-            _autograd._saved_tensors_hooks_enable()
-        while _autograd._top_saved_tensors_default_hooks(False) is not None:
-            _autograd._pop_saved_tensors_default_hooks()
+        _pop_modes()
+        _leave_hooks(None, None)
         torch.set_autocast_cache_enabled(True)
         _set_autocast(_DEFAULTS)
         if before is not None:
@@ -113,6 +104,38 @@ class World:
         torch._C._set_grad_enabled(True)
         while _functorch.peek_interpreter_stack() is not None:
             _functorch.pop_dynamic_layer_stack()
+
+    def _push_modes(self) -> None:
+        # Pushed, not entered with ``with``: a mode's own __enter__ may reset what it counts.
+        for mode in self.function_modes:
+            torch._C._push_on_torch_function_stack(mode)
+        for mode in self.dispatch_modes:
+            _push_mode(mode)
+
+
+def _function_modes() -> list[Any]:
+    return [torch._C._get_function_stack_at(i) for i in range(torch._C._len_torch_function_stack())]
+
+
+def _dispatch_modes() -> list[Any]:
+    return [torch._C._get_dispatch_stack_at(i) for i in range(torch._C._len_torch_dispatch_stack())]
+
+
+def _pop_modes() -> None:
+    for mode in reversed(_dispatch_modes()):
+        _pop_mode(getattr(mode, "_mode_key", None))
+    while torch._C._len_torch_function_stack():
+        torch._C._pop_torch_function_stack()
+    if hasattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context"):
+        del torch._GLOBAL_DEVICE_CONTEXT.device_context
+
+
+def _leave_hooks(hooks: Any, disabled: str | None) -> None:
+    """Leave the hooks for saved tensors that were entered since these were in force."""
+    if disabled is None and _autograd._saved_tensors_hooks_get_disabled_error_message() is not None:
+        _autograd._saved_tensors_hooks_enable()
+    while (top := _autograd._top_saved_tensors_default_hooks(False)) is not None and top != hooks:
+        _autograd._pop_saved_tensors_default_hooks()
 
 
 def untraced(fun: Callable[P, T]) -> Callable[P, T]:
@@ -190,6 +213,14 @@ def is_checkpointed() -> bool:
     return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
 
 
+def is_in_op() -> bool:
+    """Tell whether this thread is in an op that Python implements: below autograd, or below transforms."""
+    is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
+    below_autograd = is_excluded(_KEYS.AutogradOther) and not torch.is_inference_mode_enabled()
+    return below_autograd or is_excluded(_KEYS.FuncTorchDynamicLayerFrontMode)
+
+
+_KEYS: Any = torch._C.DispatchKey
 # The device types whose autocast a function on this machine can meet.
 _KINDS = ("cpu", accelerator_kind() or "cuda")
 

@@ -261,3 +261,26 @@ def policies(_: int) -> dict[str, list[int]]:
         "before": [after[name] for name in before if name in after],
         "new": [policy for name, policy in after.items() if name not in before],
     }
+
+
+@joined
+def extreme_weights() -> list[dict[str, Any]]:
+    """Return what weights give that float32 cannot hold, in two calls each, and what plain torch gives."""
+
+    def loss_fn(w: Tensor, x: Tensor) -> Tensor:
+        return ((x @ w) ** 2).mean()
+
+    x, w = data()[0].float(), torch.tensor([1.0, -2.0, 0.5])
+    value, grad = fp.value_and_grad(loss_fn)(w, x)
+    found = []
+    for scale in (1e39, 1e-40, 1e-46, 1e-300):
+        step = fp.pmap(fp.value_and_grad(loss_fn), weight=lambda w, x, scale=scale: len(x) * scale)
+        for _ in range(2):
+            theirs = step(w, own(x, (6, 7)))
+            found.append({"value": theirs[0] / value - 1, "grad": (theirs[1] - grad) / grad.abs().max()})
+    for fun in (loss_fn, fp.grad(loss_fn)):
+        try:
+            fp.pmap(fun, weight=lambda w, x: 1e308)(w, own(x, (6, 7)))
+        except ValueError as error:
+            found.append({"error": str(error)})
+    return found

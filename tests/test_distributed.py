@@ -169,6 +169,15 @@ def test_infinite_complex_gradients_have_their_imaginary_parts():
         assert found["a"].tolist() == [complex(math.inf, 0.0)] * 2 and found["b"].tolist() == [1.0] * 2
 
 
+def test_weights_may_be_out_of_the_range_of_the_gradients():
+    for found in processes.values(several_processes.extreme_weights, 2, 1):
+        *steps, first, second = found
+        assert len(steps) == 8 and all(each["value"].abs() < 1e-5 for each in steps)
+        assert all(each["grad"].abs().max() < 1e-5 for each in steps)
+        text = "pmap(loss_fn): the weights of all processes add up to infinity.\nScale them down."
+        assert first == second == {"error": text}
+
+
 def test_values_are_broadcast_from_one_process():
     for index, (found, given) in enumerate(processes.values(several_processes.broadcast, 3, 1)):
         assert torch.equal(found["w"], torch.full((2,), 1.0))
