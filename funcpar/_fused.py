@@ -140,7 +140,7 @@ class Fused:
         found = step.evaluate_all(bundle, self.split, shares)
         if found is None:
             return None
-        found.aux = self.merge.trees(self.aux_spec, found.aux) if self.gradient.has_aux else None
+        found.aux = self.merge.trees(self.aux_spec, found.aux, root="aux") if self.gradient.has_aux else None
         return self.gradient.answer(found, self.gradient.finish(found.leaves, found.grads))
 
     def _overlapped(self, bodies: Sequence[Any], span: Span, route: Route) -> Any:
@@ -194,7 +194,7 @@ class Fused:
                 tree.unflatten(spec, answer[1 : 1 + spec.num_leaves])
                 for spec, answer in zip(structures, answers, strict=True)
             ]
-            found.aux = self.merge.trees(self.aux_spec, auxes)
+            found.aux = self.merge.trees(self.aux_spec, auxes, root="aux")
         rows = [answer[1 + self.found[0].aux.num_leaves :] for answer in answers]
         return self.gradient.answer(found, self._gradients(rows))
 

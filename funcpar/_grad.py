@@ -20,7 +20,7 @@ from funcpar import tree
 from funcpar._asked import asked, handled
 from funcpar._differentiate import by_autograd, by_torch_func, recordable
 from funcpar._graph import Gradient, GradientHook, holds_tensors, is_differentiable, own_all
-from funcpar._world import in_torch_func
+from funcpar._world import in_torch_func, is_below_autograd
 
 # Given a function of the differentiable leaves, those leaves, and which of all leaves they are.
 Differentiate: TypeAlias = Callable[
@@ -113,6 +113,12 @@ class GradientFunction:
         ``hook(k)`` is what the gradient of leaf k is told to as soon as it is complete.
         """
         traced = torch.compiler.is_dynamo_compiling()
+        if not traced and is_below_autograd():
+            raise RuntimeError(
+                f"{self.call}: it is called in an op that Python implements (torch.library.custom_op, or "
+                f"__torch_dispatch__), where torch records no graph, so that gradients would be zeros.\n"
+                f"Call it outside of the op, or in the op's own backward."
+            )
         given = args, kwargs
         if not traced and torch.is_inference_mode_enabled():  # Inference tensors cannot be part of a graph.
             args, kwargs = tree.map(recordable, given)

@@ -173,7 +173,7 @@ class Link:
         """Note that this process leaves, end the line, and wait a moment for the others to leave too."""
         if self._lost is None:
             self._whereabouts.note_end(f"has left: {call}")
-            for word in self._said:  # A failure: the line is not ended under way, and would wait for the limit.
+            for word in self._said:  # A failure that is told: the line would not end before the limit.
                 with contextlib.suppress(RuntimeError):
                     word.work.wait(timeout_of(_FAREWELL))
             self._end()

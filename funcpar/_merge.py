@@ -180,14 +180,14 @@ class Merge:
                 return 0
         if not all_equal(column, path, self.checked):
             shapes = ", ".join(kind(leaf) for leaf in column)
-            rows = (
-                "nothing is mapped" if self.split.rows is None else f"the shards have {self.split.rows} rows"
-            )
+            rows = self.split.rows
+            there = "nothing is mapped" if rows is None else f"the shards have {rows} rows"
+            pair = ' Value and aux each have one, as in out_axes=("mean", "sum").'
             raise ValueError(
                 f"{self.call}: {path} differs between shards and does not follow the rows: {shapes}; "
-                f"{rows}.\n"
+                f"{there}.\n"
                 f'Say how to merge it with out_axes: an int joins along a dimension, "mean", "sum", "stack", '
-                f'"shards"; None promises that all shards agree.'
+                f'"shards"; None promises that all shards agree.{pair * path.startswith("aux")}'
             )
         return None
 

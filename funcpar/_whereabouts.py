@@ -38,7 +38,7 @@ class Whereabouts:
         self._set("waits", f"{turn} {call}")
 
     def wait_for_ends(self, seconds: float) -> None:
-        """Wait until the other processes have noted their ends, or lost the others, so many seconds at most."""
+        """Wait until the others have noted their ends, or lost this process, so many seconds at most."""
         end = time.monotonic() + seconds
         waiting = {k for k in range(self._count) if k != self._index}
         with contextlib.suppress(RuntimeError):  # The store is gone.

@@ -36,6 +36,11 @@ def specs_of(call: str, gradient: GradientFunction, out_axes: Any) -> tuple[str,
     value, aux = out_axes, out_axes
     if gradient.has_aux and isinstance(out_axes, tuple | list) and len(out_axes) == 2:
         value, aux = out_axes
+    if gradient.has_aux and isinstance(value, tuple | list):
+        raise ValueError(
+            f"{call}: out_axes={out_axes!r} is like what {gradient.call} returns, and describes what the "
+            f'function itself returns, (value, aux).\nGive each one spec, such as out_axes=("mean", "sum").'
+        )
     if value not in ("auto", "mean", "sum"):
         raise ValueError(
             f"{call}: out_axes={out_axes!r} asks for a value that is neither a mean nor a sum over shards, "

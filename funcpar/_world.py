@@ -213,11 +213,16 @@ def is_checkpointed() -> bool:
     return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
 
 
+def is_below_autograd() -> bool:
+    """Tell whether this thread is in an op that Python implements, where torch records no graph."""
+    excluded: bool = torch._C._dispatch_tls_is_dispatch_key_excluded(_KEYS.AutogradOther)
+    return excluded and not torch.is_inference_mode_enabled()
+
+
 def is_in_op() -> bool:
     """Tell whether this thread is in an op that Python implements: below autograd, or below transforms."""
     is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
-    below_autograd = is_excluded(_KEYS.AutogradOther) and not torch.is_inference_mode_enabled()
-    return below_autograd or is_excluded(_KEYS.FuncTorchDynamicLayerFrontMode)
+    return is_below_autograd() or is_excluded(_KEYS.FuncTorchDynamicLayerFrontMode)
 
 
 _KEYS: Any = torch._C.DispatchKey

@@ -97,6 +97,19 @@ def test_a_value_that_is_no_mean_or_sum_is_refused(spec):
         fp.pmap(fp.value_and_grad(loss), out_axes=spec)
 
 
+def test_specs_for_value_and_aux_are_asked_for_by_name():
+    counting = fp.value_and_grad(lambda w, x: (loss(w, x), (x @ w > 0.3).sum()), has_aux=True)
+    fix = r'out_axes=\("mean", "sum"\)\.$'
+    with pytest.raises(ValueError, match=rf"is like what value_and_grad\(.*\) returns.*\nGive each.*{fix}"):
+        fp.pmap(counting, out_axes=(("mean", "sum"), "auto"))
+    with pytest.raises(
+        ValueError, match=rf"aux differs between .*\nSay how.* Value and aux each.*{fix}"
+    ):
+        fp.pmap(counting, devices=3)(W, X)
+    (value, count), grads = fp.pmap(counting, devices=3, out_axes=("mean", "sum"))(W, X)
+    close(((value, count), grads), counting(W, X))
+
+
 def check_step(step, *args):
     close(fp.pmap(step)(*args), fp.value_and_grad(loss)(W, X))
 

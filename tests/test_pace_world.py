@@ -83,6 +83,21 @@ def test_inside_of_an_op_where_torch_records_no_graph_shards_run_in_workers():
         torch.testing.assert_close(torch.sin(W), expected)
 
 
+@torch.library.custom_op("funcpar_tests::plain_gradient", mutates_args=())
+def plain_gradient_op(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return fp.grad(loss_fn)(w.detach(), x)
+
+
+def test_there_a_gradient_in_the_same_thread_is_refused_and_never_zero():
+    with pytest.raises(
+        RuntimeError, match=r"^grad\(loss_fn\): it is called in an op .*\nCall it outside of"
+    ):
+        plain_gradient_op(W, X)
+    with torch.inference_mode():
+        torch.testing.assert_close(fp.grad(loss_fn)(W, X), fp.grad(loss_fn)(W.clone(), X))
+    assert fp.grad(loss_fn)(W, X).abs().sum() > 0
+
+
 def test_ctrl_c_is_not_lost_behind_an_error_of_another_shard_and_waits_for_none():
     def body(x: torch.Tensor) -> torch.Tensor:
         if fp.axis_index() == 0:

@@ -80,7 +80,7 @@ def test_number_of_threads_stays_bounded_and_replaced_workers_end() -> None:
             fp.pmap(fp.grad(loss_fn), devices=size)(torch.tensor(2.0), ROWS)
     fp.set_cpu_devices(4, threads_per_device=1)
     shards_see(lambda: None, fp.devices())
-    shown = lambda: [t.name for t in threading.enumerate() if t.name.startswith("funcpar-")]
+    shown = lambda: [t.name for t in threading.enumerate() if t.name.startswith("funcpar-cpu-")]
     assert comes_true(lambda: len(shown()) <= count), shown()
 
 
