@@ -102,9 +102,7 @@ def test_specs_for_value_and_aux_are_asked_for_by_name():
     fix = r'out_axes=\("mean", "sum"\)\.$'
     with pytest.raises(ValueError, match=rf"is like what value_and_grad\(.*\) returns.*\nGive each.*{fix}"):
         fp.pmap(counting, out_axes=(("mean", "sum"), "auto"))
-    with pytest.raises(
-        ValueError, match=rf"aux differs between .*\nSay how.* Value and aux each.*{fix}"
-    ):
+    with pytest.raises(ValueError, match=rf"aux differs between .*\nSay how.* Value and aux each.*{fix}"):
         fp.pmap(counting, devices=3)(W, X)
     (value, count), grads = fp.pmap(counting, devices=3, out_axes=("mean", "sum"))(W, X)
     close(((value, count), grads), counting(W, X))

@@ -89,9 +89,7 @@ def plain_gradient_op(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 
 def test_there_a_gradient_in_the_same_thread_is_refused_and_never_zero():
-    with pytest.raises(
-        RuntimeError, match=r"^grad\(loss_fn\): it is called in an op .*\nCall it outside of"
-    ):
+    with pytest.raises(RuntimeError, match=r"^grad\(loss_fn\): it is called in an op .*\nCall it outside of"):
         plain_gradient_op(W, X)
     with torch.inference_mode():
         torch.testing.assert_close(fp.grad(loss_fn)(W, X), fp.grad(loss_fn)(W.clone(), X))
