@@ -51,7 +51,7 @@ class AtOnce:
 
     def totals(self) -> list[Tensor]:
         """Wait for the sums over processes, and return them."""
-        self._span.link.wait(self._span.call, self._work, self._room.is_cpu)
+        self._span.link.wait(self._span.in_gradients, self._work, self._room.is_cpu)
         _streams.received([self._room])
         return parted(self._room, self._sent)
 
@@ -83,7 +83,7 @@ class InBuckets:
         self._sides: list[Any] = [None] * len(devices)
         self._ends: list[Any] = []
         self._columns = Columns(len(route.places), len(devices))
-        self._sums = Sums(span.link, span.call, route.messages)
+        self._sums = Sums(span.link, span.in_gradients, route.messages)
         self._is_deferred = is_deferred
         self._held: list[tuple[int, Tensor, bool]] = []
 

@@ -132,7 +132,7 @@ class Overlap:
         span, link = self._span, self._span.link
         if self._is_deferred():
             link.exchanging.add(span.key)
-            link.meet(f"the gradients of {span.call}")
+            link.meet(span.in_gradients)
         self._outgoing.send(self._tail(weight_here, value if carried else 0.0))
         *grads, tail = self._outgoing.totals()
         total, weight, failed, *marks = tail.cpu().tolist()

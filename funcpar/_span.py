@@ -123,6 +123,11 @@ class Span:
             self._word = self.link.say(self.call, (self.key[1], self.weights))
 
     @property
+    def in_gradients(self) -> str:
+        """Say where this process is while gradients are summed; another may be as such a call begins."""
+        return f"the gradients of {self.call}"
+
+    @property
     def is_open(self) -> bool:
         """Tell whether the other processes were told of the call."""
         return self._word is not None
@@ -190,7 +195,7 @@ class Span:
 
     def summed(self, leaves: list[Any]) -> list[Tensor]:
         """Return the sums over processes of gradients, differentiable."""
-        what = f"the gradients of {self.call}"
+        what = self.in_gradients
         kinds = {f"gradient {k}": described(leaf) for k, leaf in enumerate(leaves)}
         self._agree(what, kinds)
         # Where no shard counts, they are zeros; in the graph all the same, as those of the others are.
