@@ -148,6 +148,7 @@ class Link:
                 stay_awake(work)
             work.wait()
         except RuntimeError as error:
+            del work  # It would keep the connections open.
             self._lose(call, error)
 
     def spoke(self) -> None:

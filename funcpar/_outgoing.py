@@ -29,6 +29,7 @@ class AtOnce:
         self._route = route
         self._rows: list[list[Gradient]] = [[None] * len(route.places)] * num_shards
         self._sent: list[Tensor] = []
+        self._works: list[Any] = []
 
     def end(self, place: int, grads: Sequence[Gradient]) -> None:
         """Take the gradients of a shard."""
@@ -47,11 +48,11 @@ class AtOnce:
             for grad, (shape, dtype, device) in zip([*row, tail], kinds, strict=True)
         ]  # fmt: skip
         self._room = joined(self._sent)
-        self._work = self._span.link.start_sum(self._room)
+        self._works.append(self._span.link.start_sum(self._room))
 
     def totals(self) -> list[Tensor]:
         """Wait for the sums over processes, and return them."""
-        self._span.link.wait(self._span.in_gradients, self._work, self._room.is_cpu)
+        self._span.link.wait(self._span.in_gradients, self._works.pop(), self._room.is_cpu)
         _streams.received([self._room])
         return parted(self._room, self._sent)
 
