@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from funcpar._isolation import (
-    isolate,
     own_buffers,
     owned_clone,
     plain_functional_call,
@@ -17,7 +16,7 @@ from funcpar._isolation import (
 )
 from funcpar._shell import Shell, make_shell
 
-__all__ = ["functionalize", "functionalize_with_buffers", "isolate"]
+__all__ = ["functionalize", "functionalize_with_buffers"]
 
 Apply = Callable[..., Any]
 _NO_TENSORS: Mapping[str, Tensor] = {}

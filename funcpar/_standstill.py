@@ -148,28 +148,29 @@ class Presence:
         try:
             state.start(self._started)
         except BaseException:
-            self._end_turn()
+            _end_turn()
             raise
         self._started = True
 
     def _stop(self) -> None:
         state.end()
-        self._end_turn()
+        _end_turn()
 
-    def _end_turn(self) -> None:
-        if here.has_turn:
-            here.has_turn = False
-            state.turn.release()
+
+def _end_turn() -> None:
+    if here.has_turn:
+        here.has_turn = False
+        state.turn.release()
 
 
 def settle(depth: int) -> None:
     """Let this thread be as deep in shards as it was, should an interrupt have come in between."""
     here.depth = depth
-    if not depth and _thread.get_ident() in state.running:
+    if depth:
+        return
+    if _thread.get_ident() in state.running:
         state.end()
-    if not depth and here.has_turn:
-        here.has_turn = False
-        state.turn.release()
+    _end_turn()
 
 
 def num_compiled() -> int:

@@ -11,7 +11,8 @@ from torch import nn
 from torch.func import functional_call
 from torch.nn.utils import parametrizations, stateless
 
-from funcpar._functional import functionalize_with_buffers, isolate
+from funcpar._functional import functionalize_with_buffers
+from funcpar._isolation import isolate
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,8 @@ from module_zoo import cnn, mlp, snapshot
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from funcpar._functional import functionalize, functionalize_with_buffers, isolate
+from funcpar._functional import functionalize, functionalize_with_buffers
+from funcpar._isolation import isolate
 from funcpar._shell import make_shell
 from tests.cycles import no_cycle_collection
 
